@@ -1,0 +1,1 @@
+../../kvbench/__init__.py

@@ -1,0 +1,1 @@
+../../kvbench/__main__.py

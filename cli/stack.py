@@ -1,0 +1,103 @@
+"""The one composition root: it alone names the backends, and puts allocator, cache, runner, engine, load and clock
+together for each cell of a sweep."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvbench.contiguous.slots import POLICIES, Slots
+from kvbench.engine.clock import WallClock
+from kvbench.engine.engine import Engine, Watch, serve
+from kvbench.engine.interfaces import Allocator, Cache, Load
+from kvbench.engine.scheduler import Limits
+from kvbench.metrics.records import Run
+from kvbench.paged.blocks import BlockPool
+from kvbench.workloads.grid import Variant
+
+if TYPE_CHECKING:
+    from kvbench.engine.arena import Arena
+    from kvbench.engine.model import BoundModel
+
+RESERVATIONS = POLICIES
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How much memory a backend gets and how it may use it, in rows of the arena."""
+
+    pool_tokens: int
+    block_size: int
+    max_model_len: int
+    reserve: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A memory policy: who holds which rows, and how the device finds them."""
+
+    name: str
+    make_allocator: Callable[[CacheConfig], Allocator]
+    make_cache: Callable[[Arena, Allocator], Cache]
+
+
+def _slot_cache(arena: Arena, allocator: Allocator) -> Cache:
+    from kvbench.contiguous.cache import SlotCache
+
+    assert isinstance(allocator, Slots)
+    return SlotCache(arena, allocator)
+
+
+def _block_cache(arena: Arena, allocator: Allocator) -> Cache:
+    from kvbench.paged.cache import BlockCache
+
+    assert isinstance(allocator, BlockPool)
+    return BlockCache(arena, allocator)
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            "contiguous",
+            lambda config: Slots(config.pool_tokens, config.max_model_len, config.reserve or "max"),
+            _slot_cache,
+        ),
+        Backend("paged", lambda config: BlockPool(config.pool_tokens, config.block_size), _block_cache),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Everything that all cells of a sweep share. Both backends get the same arena: the pool and one padding block."""
+
+    model: BoundModel
+    cache: CacheConfig
+    limits: Limits
+    save_tokens: bool = False
+
+    def run(self, variant: Variant, load: Load, watch: Watch | None = None) -> Run:
+        """Serve `load` with a fresh engine and fresh memory. Raises CellError where the cell cannot run."""
+        from kvbench.engine.arena import Arena
+        from kvbench.engine.runner import ModelRunner
+
+        backend = BACKENDS[variant.backend]
+        allocator = backend.make_allocator(replace(self.cache, reserve=variant.reserve))
+        rows = self.cache.pool_tokens + self.cache.block_size
+        arena = Arena(self.model.kv, rows, self.model.dtype, self.model.device)
+        runner = ModelRunner(self.model, backend.make_cache(arena, allocator))
+        engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens)
+        return serve(load, engine, WallClock(), watch)
+
+
+def release_memory(model: BoundModel) -> None:
+    """Hand freed device memory back, so that the next cell finds what this one found. After an exception only once it
+    is handled: until then its traceback keeps the arena alive."""
+    gc.collect()
+    if model.device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()

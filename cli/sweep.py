@@ -1,0 +1,119 @@
+"""`kvbench sweep`: the main job. Backends x load x context length, repeated and interleaved, into a run folder."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvbench.cli import config as flags
+from kvbench.workloads.arrivals import KINDS as ARRIVALS
+
+WHAT, MEMORY, ENGINE, LOAD, RESULT = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("What", "Memory", "Engine", "Load", "Result")
+)
+
+
+def sweep(
+    backend: Annotated[str, typer.Option(help="Backends to compare.")] = "contiguous,paged",
+    model: Annotated[
+        str | None,
+        WHAT(help="Built-in shape, folder, config.json, .gguf or hub name."),
+    ] = None,
+    weights: Annotated[str, WHAT(help="auto | random")] = "auto",
+    dtype: Annotated[str | None, WHAT(help="auto | float32 | bfloat16 | float16")] = None,
+    device: Annotated[str | None, WHAT(help="cpu | cuda | cuda:N")] = None,
+    kv_memory: Annotated[str | None, MEMORY(help="KV budget, the same for each backend, as 4GiB.")] = None,
+    gpu_memory_utilization: Annotated[float, MEMORY(help="Share of a GPU's free memory for the KV cache.")] = 0.9,
+    max_model_len: Annotated[
+        int | None,
+        MEMORY(help="Longest prompt + answer; default: the grid's longest."),
+    ] = None,
+    block_size: Annotated[int, MEMORY(help="Tokens a block (paged).")] = 16,
+    reserve: Annotated[str, MEMORY(help="max | declared | pow2 | oracle (contiguous).")] = "max",
+    overflow: Annotated[str, MEMORY(help="reject | truncate what exceeds --max-model-len.")] = "reject",
+    max_num_batched_tokens: Annotated[int, ENGINE(help="Token budget of a step.")] = 2048,
+    max_num_seqs: Annotated[int, ENGINE(help="Most sequences running at once.")] = 256,
+    max_tokens: Annotated[
+        int | None,
+        ENGINE(help="Declared to the engine; default: the longest answer drawn."),
+    ] = None,
+    temperature: Annotated[float, ENGINE(help="0 is greedy.")] = 0.0,
+    ignore_eos: Annotated[
+        bool | None,
+        ENGINE(help="Answers have their drawn length (default but for jsonl)."),
+    ] = None,
+    concurrency: Annotated[str | None, LOAD(help="Closed loop: users, as 1,8,64 or 1-64*2.")] = None,
+    request_rate: Annotated[str | None, LOAD(help="Open loop: requests per second, a list too.")] = None,
+    arrivals: Annotated[str, LOAD(help="poisson | gamma | constant")] = "poisson",
+    burstiness: Annotated[float, LOAD(help="Shape of gamma arrivals: below 1 is bursty.")] = 1.0,
+    dataset: Annotated[str, LOAD("--dataset", "--dataset-name", help="random | support | jsonl")] = "random",
+    dataset_path: Annotated[Path | None, LOAD(help="File of --dataset jsonl.")] = None,
+    input_len: Annotated[
+        str | None,
+        LOAD("--input-len", "--random-input-len", help="Prompt tokens, a list too."),
+    ] = None,
+    output_len: Annotated[
+        str | None,
+        LOAD("--output-len", "--random-output-len", help="Answer tokens, a list too."),
+    ] = None,
+    range_ratio: Annotated[
+        float | None,
+        LOAD("--range-ratio", "--random-range-ratio", help="Lengths vary by ± this share."),
+    ] = None,
+    num_prompts: Annotated[int | None, LOAD(help="Requests a cell.")] = None,
+    num_warmups: Annotated[int, LOAD(help="Requests before the first cell.")] = 4,
+    repeats: Annotated[int, LOAD(help="Independent repeats of every point.")] = 5,
+    seed: Annotated[int, LOAD(help="Seed of the first repeat.")] = 0,
+    slo: Annotated[list[str] | None, RESULT(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
+    goodput: Annotated[str | None, RESULT(help="Alias: ttft:1500,tpot:50 (each request).")] = None,
+    price: Annotated[float | None, RESULT(help="US dollars per device-hour.")] = None,
+    metadata: Annotated[list[str] | None, RESULT(help="key=value, kept.")] = None,
+    save_tokens: Annotated[bool, RESULT("--save-tokens", help="Keep every token id.")] = False,
+    output: Annotated[Path | None, RESULT(help="Run folder; default runs/<time>-<model>.")] = None,
+    output_format: Annotated[str, RESULT("--format", help="table | markdown | csv | json")] = "table",
+    dry_run: Annotated[bool, RESULT("--dry-run", help="Say what would run and how long, then stop.")] = False,
+) -> None:
+    """Measure both KV-cache layouts over a grid of load and context length.
+
+    Without flags it picks a model, a grid and a budget for this machine, and says why.
+    """
+    from kvbench.cli.conduct import conduct
+    from kvbench.cli.stack import BACKENDS, RESERVATIONS
+
+    config = flags.SweepConfig(
+        variants=flags.parse_variants(backend, reserve, BACKENDS, RESERVATIONS),
+        loads=flags.parse_loads(concurrency, request_rate),
+        contexts=flags.parse_contexts(input_len, output_len),
+        model=model,
+        weights=flags.choice(weights, ("auto", "random"), "--weights"),
+        dtype=flags.parse_dtype(dtype),
+        device=device,
+        kv_bytes=None if kv_memory is None else flags.parse_bytes(kv_memory, "--kv-memory"),
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        max_batched_tokens=max_num_batched_tokens,
+        max_sequences=max_num_seqs,
+        max_tokens=max_tokens,
+        overflow=flags.choice(overflow, ("reject", "truncate"), "--overflow"),
+        arrivals=flags.choice(arrivals, ARRIVALS, "--arrivals"),
+        burstiness=burstiness,
+        range_ratio=range_ratio,
+        dataset=flags.choice(dataset, flags.DATASETS, "--dataset"),
+        dataset_path=dataset_path,
+        prompts=num_prompts,
+        warmups=num_warmups,
+        repeats=repeats,
+        seed=seed,
+        slos=flags.parse_objectives(slo or [], goodput),
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+        price_usd_per_hour=price,
+        save_tokens=save_tokens,
+        metadata=flags.parse_metadata(metadata or []),
+    )
+    output_format = flags.choice(output_format, flags.FORMATS, "--format")
+    raise typer.Exit(conduct(config, output, output_format, dry_run))

@@ -1,0 +1,132 @@
+"""Attention over an arena through torch alone: runs anywhere torch does.
+
+One call a sequence. The query heads of a group are packed into the query length, so each key and value is read once
+for its whole group; keys and values are read where they lie or from one reused buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvbench.engine.types import Batch, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One chunk of a batch: its `queries` tokens start at `first` in the flat batch and see `keys` tokens, the last of
+    which is the last query's own. `masks` keeps the masks built for it, by window: layers share them."""
+
+    sequence: Sequence
+    first: int
+    queries: int
+    keys: int
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+
+Rows = Callable[[Span, int], tuple[Tensor, Tensor]]
+"""`rows(span, skip)`: keys and values [keys - skip, Hkv, D] of a span without its first `skip` positions."""
+
+
+def spans(batch: Batch) -> list[Span]:
+    """The batch's chunks as spans of the flat batch."""
+    found, first = [], 0
+    for chunk in batch.chunks:
+        found.append(Span(chunk.sequence, first, chunk.length, chunk.end))
+        first += chunk.length
+    return found
+
+
+def attend(
+    q: Tensor,
+    parts: list[Span],
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention of q [T, Hq, D] over each span's own keys; [T, Hq, D] as in `interfaces.Cache.attend`."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for span in parts:
+        skip = 0 if window is None else max(0, span.keys - span.queries + 1 - window)
+        k, v = rows(span, skip)
+        mine = slice(span.first, span.first + span.queries)
+        if softcap is None and sinks is None:
+            out[mine] = _fused(q[mine], k, v, span, skip, scale, window)
+        else:
+            out[mine] = _explicit(q[mine], k, v, span, skip, scale, window, softcap, sinks)
+    return out
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """q [n, Hq, D] as [Hkv, G, n, D]: head h belongs to key head h // G."""
+    n, heads, dim = q.shape
+    return q.view(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+
+
+def _ungrouped(out: Tensor, n: int) -> Tensor:
+    """[Hkv, G, n, D] back to [n, Hq, D]."""
+    return out.permute(2, 0, 1, 3).reshape(n, -1, out.shape[-1])
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, span: Span, skip: int, scale: float, window: int | None) -> Tensor:
+    n, kv_heads = q.shape[0], k.shape[1]
+    grouped = _grouped(q, kv_heads)
+    groups = grouped.shape[1]
+    k, v = k.transpose(0, 1).unsqueeze(1), v.transpose(0, 1).unsqueeze(1)  # [Hkv, 1, L, D]
+    if n == 1:
+        out = scaled_dot_product_attention(grouped.transpose(1, 2), k, v, scale=scale)
+        return out.reshape(1, -1, out.shape[-1])
+    if n == span.keys and (window is None or window >= n):  # a fresh prompt: torch's own causal path skips half
+        out = scaled_dot_product_attention(
+            grouped, k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1), is_causal=True, scale=scale
+        )
+        return _ungrouped(out, n)
+    mask = _mask(span, skip, window, q.device).repeat(groups, 1)
+    packed = grouped.reshape(kv_heads, 1, groups * n, -1)
+    out = scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
+    return _ungrouped(out.view(kv_heads, groups, n, -1), n)
+
+
+def _explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    span: Span,
+    skip: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Soft caps and sinks, which torch's fused attention does not know, in float32."""
+    n, kv_heads = q.shape[0], k.shape[1]
+    grouped = _grouped(q, kv_heads).float()
+    scores = grouped @ k.permute(1, 2, 0).unsqueeze(1).float() * scale  # [Hkv, G, n, L]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_mask(span, skip, window, q.device), float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, n, 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return _ungrouped(weights @ v.transpose(0, 1).unsqueeze(1).float(), n).to(q.dtype)
+
+
+def _mask(span: Span, skip: int, window: int | None, device: torch.device) -> Tensor:
+    """[n, keys - skip] of bool: which keys each query sees."""
+    if window not in span.masks:
+        query = torch.arange(span.keys - span.queries, span.keys, device=device).unsqueeze(1)
+        key = torch.arange(skip, span.keys, device=device)
+        seen = key <= query
+        if window is not None:
+            seen &= key > query - window
+        span.masks[window] = seen
+    return span.masks[window]

@@ -1,0 +1,214 @@
+"""The engine: sequences in, batches to an executor, records out; and `serve`, the loop that drives it.
+
+The engine never reads a clock. `serve` reads it once a step and hands the time in, so a recorded run can be replayed
+on a virtual clock with the same batches and token times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbench.engine.interfaces import Allocator, Clock, Executor, Load
+from kvbench.engine.ledger import Ledger
+from kvbench.engine.scheduler import Limits, Plan, Scheduler
+from kvbench.engine.types import Batch, Request, Sampled, Sequence, Ticket
+from kvbench.metrics.records import FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run, StepRecord
+
+
+class Engine:
+    """Serves requests over one allocator and one executor, one batch in flight at a time.
+
+    A step is `launch(now)` → `collect()` → `commit(now)`: it starts at the first `now` and its tokens exist at the
+    second. `take_done()` hands out what ended since the last call.
+    """
+
+    def __init__(self, allocator: Allocator, executor: Executor, limits: Limits, *, save_tokens: bool = False) -> None:
+        self.allocator = allocator
+        self.executor = executor
+        self.limits = limits
+        self.scheduler = Scheduler(allocator, limits)
+        self.ledger = Ledger()
+        self.records: list[RequestRecord] = []
+        self.steps: list[StepRecord] = []
+        self._save_tokens = save_tokens
+        self._done: list[RequestRecord] = []
+        self._flight: tuple[Ticket, Plan, float] | None = None
+        self._sampled: Sampled | None = None
+        self._stalls = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a batch is in flight."""
+        return self._flight is not None
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, or reject it at once where it is certain to fail."""
+        prompt, reason = self._fitted(request)
+        sequence = Sequence.of(request, prompt)
+        if not reason and not self.allocator.could_hold(sequence, sequence.known):
+            reason = (
+                f"its first reservation cannot fit even an empty KV pool of {self.allocator.pool_tokens} tokens "
+                f"(prompt {sequence.known}, declared answer {request.max_tokens})"
+            )
+        if reason:
+            self._end(sequence, REJECTED, reason)
+        else:
+            self.scheduler.add(sequence)
+
+    def _fitted(self, request: Request) -> tuple[tuple[int, ...], str]:
+        """The prompt as it will be served, and why it cannot be (empty: it can)."""
+        room = self.limits.max_model_len - request.max_tokens
+        if len(request.prompt) <= room:
+            return request.prompt, ""
+        if self.limits.truncate and room >= 1:
+            return request.prompt[-room:], ""
+        return request.prompt, (
+            f"prompt of {len(request.prompt)} tokens and {request.max_tokens} declared go beyond "
+            f"max_model_len {self.limits.max_model_len}"
+        )
+
+    def launch(self, now_s: float) -> None:
+        """Schedule the next batch and start it; nothing is in flight where nothing can run."""
+        assert not self.busy, "one batch at a time"
+        plan = self.scheduler.schedule()
+        for sequence, reason in plan.hopeless:
+            self._end(sequence, FAILED, reason)
+        for sequence in plan.admitted:
+            if sequence.admitted_s is None:
+                sequence.admitted_s = now_s
+        self.ledger.note(self.allocator.take_holdings(), len(self.steps))
+        if plan.chunks:
+            self._flight = (self.executor.launch(plan.batch(len(self.steps)), now_s), plan, now_s)
+            self._stalls = 0
+        elif self.scheduler.waiting and not plan.hopeless:
+            self._stalls += 1
+            assert self._stalls < 3, "nothing runs although requests wait: the pool leaks rows"
+
+    def collect(self) -> float | None:
+        """Wait for the batch in flight. Returns its predicted end on virtual time, None on a real device."""
+        assert self._flight is not None, "nothing is in flight"
+        ticket = self._flight[0]
+        self._sampled = self.executor.collect(ticket)
+        return ticket.done_s
+
+    def commit(self, now_s: float) -> None:
+        """The collected batch was done at `now_s`: tokens, memory and ends take effect."""
+        assert self._flight is not None and self._sampled is not None, "collect before commit"
+        (ticket, plan, start_s), sampled = self._flight, self._sampled
+        self._flight = self._sampled = None
+        batch = ticket.batch
+        tokens = iter(sampled.tokens)
+        ended: list[tuple[Sequence, str]] = []
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            sequence.computed = chunk.end
+            self.allocator.commit(sequence)
+            if chunk.samples:
+                sequence.emit(next(tokens), batch.step)
+                if sequence.ended:
+                    ended.append((sequence, sequence.ended))
+        self.steps.append(self._step_record(batch, plan, sampled, start_s, now_s))
+        for sequence, reason in ended:
+            self.scheduler.finish(sequence)
+            self._end(sequence, FINISHED, reason)
+        self.ledger.note(self.allocator.take_holdings(), len(self.steps))
+
+    def _step_record(self, batch: Batch, plan: Plan, sampled: Sampled, start_s: float, end_s: float) -> StepRecord:
+        usage = self.allocator.usage()
+        chunks = batch.chunks
+        decode = sum(chunk.length == 1 and chunk.samples and chunk.sequence.generated > 1 for chunk in chunks)
+        return StepRecord(
+            step=batch.step,
+            start_s=start_s,
+            end_s=end_s,
+            host_s=max(0.0, end_s - start_s - sampled.device_s),
+            device_s=sampled.device_s,
+            sequences=len(chunks),
+            prefill_tokens=batch.tokens - decode,
+            decode_tokens=decode,
+            sampled_tokens=len(sampled.tokens),
+            attended_pairs=sum((c.start + 1 + c.end) * c.length // 2 for c in chunks),
+            context_tokens=sum(c.end for c in chunks),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            preemptions=len(plan.preempted),
+            pool_tokens=self.allocator.pool_tokens,
+            used_tokens=usage.filled,
+            held_tokens=usage.held,
+            free_tokens=usage.free,
+            cached_tokens=usage.cached,
+        )
+
+    def take_done(self) -> list[RequestRecord]:
+        """Records of the requests that ended since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def _end(self, sequence: Sequence, status: str, reason: str) -> None:
+        self._done.append(self._record(sequence, status, reason))
+
+    def _record(self, sequence: Sequence, status: str, reason: str) -> RequestRecord:
+        request = sequence.request
+        times = [self.steps[step].end_s for first, end in sequence.spans for step in range(first, end)]
+        record = RequestRecord(
+            request=request.id,
+            scheduled_s=request.scheduled_s,
+            sent_s=request.scheduled_s,
+            input_tokens=sequence.prompt_tokens,
+            max_tokens=request.max_tokens,
+            admitted_s=sequence.admitted_s,
+            first_s=times[0] if times else None,
+            last_s=times[-1] if times else None,
+            token_s=times,
+            output_tokens=sequence.generated,
+            truncated_tokens=sequence.truncated_tokens,
+            preemptions=sequence.preemptions,
+            status=status,
+            reason=reason,
+            prompt_token_ids=sequence.tokens[: sequence.prompt_tokens] if self._save_tokens else None,
+            output_token_ids=sequence.output if self._save_tokens else None,
+        )
+        self.records.append(record)
+        return record
+
+    def run(self, end_s: float) -> Run:
+        """All that was observed until `end_s`; what is still queued or running becomes `unfinished`."""
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            self.allocator.free(sequence)
+            self._record(sequence, UNFINISHED, "the run ended first")
+        self.scheduler.running.clear()
+        self.scheduler.waiting.clear()
+        self.ledger.note(self.allocator.take_holdings(), len(self.steps))
+        return Run(
+            requests=sorted(self.records, key=lambda record: record.request),
+            steps=self.steps,
+            holds=self.ledger.holds,
+            pool_tokens=self.allocator.pool_tokens,
+            end_s=end_s,
+            external_fragmentation_events=self.allocator.external_fragmentation_events,
+        )
+
+
+Watch = Callable[[Engine, float], None]
+"""Called with the engine and the time after every turn of `serve`, to show progress."""
+
+
+def serve(load: Load, engine: Engine, clock: Clock, watch: Watch | None = None) -> Run:
+    """Drive `engine` with `load` until nothing is left to do; the only code that moves `clock`."""
+    now_s = clock.now()
+    while True:
+        for request in load.due(now_s):
+            engine.submit(request)
+        engine.launch(now_s)
+        if engine.busy:
+            now_s = clock.after(engine.collect())
+            engine.commit(now_s)
+        done = engine.take_done()
+        for record in done:
+            load.on_done(record, now_s)
+        if watch is not None:
+            watch(engine, now_s)
+        if not (engine.busy or done or engine.scheduler.running or engine.scheduler.waiting):
+            if (next_s := load.next_s()) is None:
+                return engine.run(now_s)
+            now_s = clock.wait_until(next_s)

@@ -1,0 +1,156 @@
+"""Where a run ran: devices, versions, commit. Facts only, for `run.json` and for the choice of defaults."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kvbench
+from kvbench.errors import KvbenchError
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARIES = ("torch", "transformers", "numpy", "triton")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a run is measured on. `bf16` and `fp16`: whether it multiplies these natively."""
+
+    kind: str
+    torch_name: str
+    name: str
+    cores: int
+    memory_bytes: int
+    bf16: bool
+    fp16: bool
+    driver: str | None = None
+    uuid: str | None = None
+
+    def facts(self) -> dict[str, object]:
+        return asdict(self)
+
+    @property
+    def torch(self) -> torch.device:
+        import torch
+
+        return torch.device(self.torch_name)
+
+
+def find_device(wanted: str | None) -> Device:
+    """`cpu`, `cuda` or `cuda:N`; None takes the first GPU that torch can use, else the CPU."""
+    import torch
+
+    if wanted is None:
+        wanted = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return _cpu()
+    name, _, index = wanted.partition(":")
+    if name != "cuda" or (index and not index.isdigit()):
+        raise KvbenchError(f"unknown --device {wanted!r}; use cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise KvbenchError(f"--device {wanted}: torch {torch.__version__} sees no GPU; {unusable_gpu() or 'use cpu'}")
+    number = int(index or 0)
+    if number >= torch.cuda.device_count():
+        raise KvbenchError(f"--device {wanted}: there are {torch.cuda.device_count()} GPUs, counted from cuda:0")
+    found = torch.cuda.get_device_properties(number)
+    major = found.major
+    return Device(
+        kind="cuda",
+        torch_name=f"cuda:{number}",
+        name=found.name,
+        cores=found.multi_processor_count,
+        memory_bytes=found.total_memory,
+        bf16=major >= 8,
+        fp16=True,
+        driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        uuid=str(getattr(found, "uuid", "")) or None,
+    )
+
+
+def _cpu() -> Device:
+    import psutil
+
+    flags = _cpu_info("flags") or _cpu_info("Features") or ""
+    words = set(flags.split())
+    return Device(
+        kind="cpu",
+        torch_name="cpu",
+        name=_cpu_info("model name") or platform.processor() or platform.machine(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=int(psutil.virtual_memory().total),
+        bf16=bool(words & {"avx512_bf16", "amx_bf16", "bf16"}),
+        fp16=bool(words & {"avx512_fp16", "amx_fp16", "asimdhp"}),
+    )
+
+
+def _cpu_info(key: str) -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), None)
+
+
+def unusable_gpu() -> str | None:
+    """A GPU that the driver shows but torch cannot use, and what to do about it; None where there is none."""
+    import torch
+
+    if torch.cuda.is_available() or (shown := _first_line("nvidia-smi", "-L")) is None:
+        return None
+    card = shown.split(" (UUID")[0]
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"the driver shows {card}, but torch {torch.__version__} is a CPU build: install a CUDA build of torch"
+    return f"the driver shows {card}, but torch {torch.__version__} cannot use it: update the driver (nvidia-smi)"
+
+
+def versions() -> dict[str, str | None]:
+    """Python, our commit and the libraries that decide what is measured."""
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "kvbench": kvbench.__version__,
+        "commit": _commit(),
+    }
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of the checkout we run from, with `+` where files differ from it; None when installed."""
+    root = Path(kvbench.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    commit = _first_line("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    changed = _first_line("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+" if commit and changed else commit
+
+
+def _first_line(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process had resident so far."""
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,109 @@
+"""The seams of the engine: five small protocols.
+
+| protocol  | implementations                             | what may go wrong                                  |
+| Allocator | contiguous.Slots, paged.BlockPool           | shortage is False; all else is a fault             |
+| Cache     | contiguous.SlotCache, paged.BlockCache      | nothing: the allocator has already said yes        |
+| Executor  | runner.ModelRunner, virtual ones            | CellError: out of memory, logits that are NaN      |
+| Clock     | clock.WallClock, clock.VirtualClock         | nothing                                            |
+| Load      | workloads.ClosedLoop, workloads.OpenLoop    | nothing                                            |
+
+The oracle boundary: scheduler and allocator see a request's declared `max_tokens`, never its true `output_tokens`. The
+policies `pow2` and `oracle` of `contiguous` are the two named exceptions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kvbench.engine.types import Batch, Holding, Request, Sampled, Sequence, Ticket, Usage
+from kvbench.metrics.records import RequestRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Allocator(Protocol):
+    """Who holds which rows of the arena: host bookkeeping, no tensors, no clock. Placement stays in here."""
+
+    @property
+    def pool_tokens(self) -> int:
+        """Rows of the pool, held or free; the padding rows lie outside it."""
+
+    @property
+    def external_fragmentation_events(self) -> int:
+        """Admissions that failed although at least the rounded need was free, each stay in the queue counted once."""
+
+    def could_hold(self, sequence: Sequence, rows: int) -> bool:
+        """Whether an empty pool could make the sequence's first `rows` positions addressable."""
+
+    def reserve(self, sequence: Sequence, rows: int) -> bool:
+        """Make the first `rows` positions addressable, all or nothing; False on shortage, and nothing has changed."""
+
+    def commit(self, sequence: Sequence) -> None:
+        """The rows below `sequence.computed` hold data now."""
+
+    def free(self, sequence: Sequence) -> None:
+        """Give back all rows of the sequence; nothing if it holds none."""
+
+    def usage(self) -> Usage:
+        """Filled, held and free rows at this moment."""
+
+    def take_holdings(self) -> list[Holding]:
+        """What changed hands since the last call, in order; the engine turns it into ranges of steps."""
+
+
+class Cache(Protocol):
+    """The device half of a backend: where the rows lie, and attention over them."""
+
+    def begin(self, batch: Batch) -> None:
+        """Once a step, before the first layer: this batch's offsets or block tables go to the device."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store k and v [T, Hkv, D] of the batch's T tokens, return causal attention of q [T, Hq, D] over each
+        token's own sequence as [T, Hq, D]. `window`: a query sees its own and the `window - 1` keys before it.
+        `softcap` c: scores become c tanh(score / c). `sinks` [Hq]: one extra logit a head that takes weight only."""
+
+
+class Executor(Protocol):
+    """Runs batches, one in flight at a time."""
+
+    def launch(self, batch: Batch, now_s: float) -> Ticket:
+        """Start the batch."""
+
+    def collect(self, ticket: Ticket) -> Sampled:
+        """The batch's new tokens; on a real device this waits until it is done."""
+
+
+class Clock(Protocol):
+    """The run's time in seconds. Only `serve` moves it."""
+
+    def now(self) -> float: ...
+    def wait_until(self, at_s: float) -> float:
+        """Wait; returns the time at which waiting really ended."""
+
+    def after(self, done_s: float | None) -> float:
+        """The time after a collected batch: now on a real clock, `done_s` on a virtual one."""
+
+
+class Load(Protocol):
+    """What is asked, and when. The same load drives an engine here or a server elsewhere."""
+
+    def due(self, now_s: float) -> list[Request]:
+        """Requests whose time has come, each handed out once."""
+
+    def next_s(self) -> float | None:
+        """When the next request is due, or None if that depends on one that is still running (or none is left)."""
+
+    def on_done(self, record: RequestRecord, now_s: float) -> None:
+        """A request ended, also by failure or rejection: a closed loop's slot is free again."""

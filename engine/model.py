@@ -1,0 +1,168 @@
+"""A Hugging Face model, its own modelling code, with attention that goes through a Cache of ours.
+
+transformers looks attention up by name when a model is built; ours is registered under `kvbench`. The model gets one
+flat batch [1, T] of many sequences with their positions, and the hook hands each layer's q, k, v to the active Cache.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.arena import KVShape
+from kvbench.engine.interfaces import Cache
+from kvbench.errors import KvbenchError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ATTENTION = "kvbench"
+
+FAMILIES = frozenset(
+    "llama qwen2 qwen3 qwen3_moe mistral mixtral phi3 gemma gemma2 gemma3_text gpt_oss gpt2 opt gpt_neox olmo2 granite "
+    "cohere stablelm starcoder2 glm4 smollm3".split()
+)
+"""Model types whose tokens have been compared with transformers' own `generate` (tests/test_parity.py)."""
+
+MLA = "MLA keeps one latent a token instead of keys and values per head; it can be planned for, not measured"
+
+REFUSED = {
+    "falcon": "its modelling code keeps a cache of its own",
+    "bloom": "its attention adds ALiBi biases outside the attention function",
+    "mpt": "its attention adds ALiBi biases outside the attention function",
+    "gpt_neo": "its modelling code does not take an attention function",
+    "gptj": "its modelling code does not take an attention function",
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
+    "gemma3n_text": "its layers share keys and values",
+    "gemma4_text": "its layers share keys and values",
+    "qwen3_next": "its linear-attention layers keep a state, not a KV cache",
+    "jamba": "its Mamba layers keep a state, not a KV cache",
+    "mamba": "it keeps a state, not a KV cache",
+}
+
+
+def check_family(config: PretrainedConfig, max_model_len: int | None = None) -> None:
+    """Raise KvbenchError, by name, for a model that would not be measured rightly."""
+    family = config.model_type
+    if family in REFUSED:
+        raise KvbenchError(f"model type {family!r} cannot be measured: {REFUSED[family]}")
+    if family not in FAMILIES:
+        raise KvbenchError(
+            f"model type {family!r} cannot be measured: its tokens have not been compared with transformers' own; "
+            f"known are {', '.join(sorted(FAMILIES))}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope") and max_model_len is not None:
+        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if max_model_len > limit:
+            raise KvbenchError(
+                f"rope type {rope['rope_type']!r} depends on the longest sequence of a batch beyond {limit} tokens; "
+                f"set --max-model-len to at most {limit}"
+            )
+
+
+def kv_shape(config: PretrainedConfig) -> KVShape:
+    """What one token keeps in each layer, from a transformers configuration."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return KVShape(config.num_hidden_layers, kv_heads, head_dim)
+
+
+_active: ContextVar[Cache] = ContextVar("active_cache")
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, H, T, D] in, [1, T, H, D] out."""
+    assert attention_mask is None, "a mask reached attention that makes its own"
+    out = _active.get().attend(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def register() -> None:
+    """Make our attention known to transformers; before a model is built."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+
+
+class BoundModel:
+    """A causal language model bound to our attention. Raises KvbenchError for one that does not use it once a layer."""
+
+    def __init__(self, module: torch.nn.Module, config: PretrainedConfig) -> None:
+        self.module = module.eval()
+        self.config = config
+        self.kv = kv_shape(config)
+        weights = [*module.parameters()]
+        self.device = weights[0].device
+        self.dtype = weights[0].dtype
+        self.nbytes = sum(weight.nbytes for weight in weights)
+        self._probe()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cache: Cache) -> Tensor:
+        """Logits [len(keep), vocabulary] of the tokens at flat indices `keep`; `ids` and `positions` are [T]."""
+        token = _active.set(cache)
+        try:
+            output = self.module(
+                input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, logits_to_keep=keep
+            )
+        finally:
+            _active.reset(token)
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _probe(self) -> None:
+        """One token through the model: every layer must ask for attention once, in order, in the shape expected."""
+        probe = _Probe()
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.forward(zero, zero, zero, probe)
+        expected = [(layer, self.kv.kv_heads, self.kv.head_dim) for layer in range(self.kv.layers)]
+        if probe.seen != expected:
+            raise KvbenchError(
+                f"model type {self.config.model_type!r} cannot be measured: its layers do not each pass one set of "
+                f"keys and values of {self.kv.kv_heads} heads x {self.kv.head_dim} through the attention function"
+            )
+
+
+class _Probe:
+    """A Cache that only notes who asks."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int]] = []
+
+    def begin(self, batch: object) -> None:
+        raise AssertionError("a probe serves no batch")
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+        self.seen.append((layer, k.shape[1], k.shape[2]))
+        return q

@@ -1,0 +1,124 @@
+"""Which tokens are computed next.
+
+There are no phases. Each sequence has `known` tokens and `computed` ones, and a step runs chunks that let computed
+catch up with known under a token budget: chunked prefill, decode and recomputation after a preemption are this one
+rule. The policy of memory is the allocator's; the scheduler only asks, and on shortage takes from the latest admitted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvbench.engine.interfaces import Allocator
+from kvbench.engine.types import Batch, Chunk, Sequence
+from kvbench.errors import KvbenchError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_batched_tokens` tokens a step, `max_sequences` running at once, `max_model_len` tokens of prompt and
+    declared answer together; `truncate` cuts the head of a prompt that goes beyond it instead of rejecting."""
+
+    max_model_len: int
+    max_batched_tokens: int = 2048
+    max_sequences: int = 256
+    truncate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_batched_tokens", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise KvbenchError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one call of `Scheduler.schedule` decided: the chunks to run, the sequences admitted and preempted by it, and
+    those that can never go on, each with its reason."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    hopeless: list[tuple[Sequence, str]] = field(default_factory=list)
+
+    def batch(self, step: int) -> Batch:
+        return Batch(step, tuple(self.chunks))
+
+
+class Scheduler:
+    """First come, first served. `running` is in order of admission, `waiting` in order of service."""
+
+    def __init__(self, allocator: Allocator, limits: Limits) -> None:
+        self.allocator = allocator
+        self.limits = limits
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence has ended: its rows go back."""
+        self.running.remove(sequence)
+        self.allocator.free(sequence)
+
+    def schedule(self) -> Plan:
+        plan = Plan()
+        budget = self._advance_running(plan)
+        if not plan.preempted:
+            self._admit_waiting(plan, budget)
+        return plan
+
+    def _advance_running(self, plan: Plan) -> int:
+        """Give every running sequence its next chunk, the oldest first; returns what is left of the budget."""
+        budget = self.limits.max_batched_tokens
+        at = 0
+        while at < len(self.running) and budget:
+            sequence = self.running[at]
+            end = min(sequence.known, sequence.computed + budget)
+            if self._make_room(sequence, end, plan):
+                budget -= self._run(sequence, end, plan)
+                at += 1
+        return budget
+
+    def _make_room(self, sequence: Sequence, rows: int, plan: Plan) -> bool:
+        """Reserve, preempting the latest admitted until it succeeds or the sequence itself had to go."""
+        while not self.allocator.reserve(sequence, rows):
+            victim = self.running.pop()
+            self.allocator.free(victim)
+            if victim is sequence and not self.allocator.could_hold(sequence, rows):
+                plan.hopeless.append((victim, self._outgrown(victim, rows)))
+                return False
+            victim.computed = 0
+            victim.preemptions += 1
+            self.waiting.appendleft(victim)
+            plan.preempted.append(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _admit_waiting(self, plan: Plan, budget: int) -> None:
+        """Admit from the head of the queue while a sequence's whole known part fits; nobody overtakes the head."""
+        while self.waiting and budget and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            if not self.allocator.could_hold(sequence, sequence.known):
+                self.waiting.popleft()
+                plan.hopeless.append((sequence, self._outgrown(sequence, sequence.known)))
+                continue
+            if not self.allocator.reserve(sequence, sequence.known):
+                return
+            self.waiting.popleft()
+            self.running.append(sequence)
+            plan.admitted.append(sequence)
+            budget -= self._run(sequence, min(sequence.known, sequence.computed + budget), plan)
+
+    def _run(self, sequence: Sequence, end: int, plan: Plan) -> int:
+        chunk = Chunk(sequence, sequence.computed, end, samples=end == sequence.known)
+        plan.chunks.append(chunk)
+        return chunk.length
+
+    def _outgrown(self, sequence: Sequence, rows: int) -> str:
+        return (
+            f"outgrew the whole KV pool: {rows} tokens do not fit in {self.allocator.pool_tokens} "
+            f"({sequence.prompt_tokens} of prompt, {sequence.generated} generated)"
+        )

@@ -1,0 +1,173 @@
+"""The nouns of the engine, in the order in which one becomes the next. Standard library only; read this first.
+
+A `Request` is what somebody asked. A `Sequence` is the engine's one mutable object for it, from arrival to metrics. A
+`Chunk` is the piece of a sequence that one step computes, a `Batch` the chunks of one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvbench.errors import KvbenchError
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked: `prompt` (token ids) and how long the answer may be.
+
+    `max_tokens` is declared by the client and known to everyone. `output_tokens` is the answer's true length where the
+    workload drew it (the request then ignores end-of-sequence), None where the answer ends by itself at one of
+    `stop_ids`. The scheduler never reads it; an allocator reads it only under the two policies that say so (`pow2`,
+    `oracle`). Temperature 0 is greedy. `scheduled_s` is when the load wants it sent, on the run's clock.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    output_tokens: int | None = None
+    scheduled_s: float = 0.0
+    temperature: float = 0.0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise KvbenchError(f"request {self.id} has an empty prompt; give it at least one token")
+        if self.max_tokens < 1:
+            raise KvbenchError(f"request {self.id} declares max_tokens {self.max_tokens}; it must be at least 1")
+        if self.output_tokens is not None and not 1 <= self.output_tokens <= self.max_tokens:
+            raise KvbenchError(
+                f"request {self.id} answers {self.output_tokens} tokens but declares {self.max_tokens}; "
+                "an answer has at least one token and no more than max_tokens"
+            )
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise KvbenchError(f"temperature must be a number of at least 0, not {self.temperature}")
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request being served. `tokens` is everything known (prompt, then output), `computed` how many of them have
+    their keys and values in the arena. A step moves `computed` towards `known`; nothing else distinguishes a prefill
+    from a decode.
+
+    `spans` keeps when output tokens appeared, as half-open ranges of steps with one token in each step.
+    """
+
+    request: Request
+    tokens: list[int]
+    prompt_tokens: int
+    truncated_tokens: int = 0
+    computed: int = 0
+    preemptions: int = 0
+    admitted_s: float | None = None
+    spans: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, request: Request, prompt: Iterable[int] | None = None) -> Sequence:
+        """The sequence of a request that has just arrived; `prompt` where it was cut to fit."""
+        tokens = list(request.prompt if prompt is None else prompt)
+        return cls(request, tokens, len(tokens), len(request.prompt) - len(tokens))
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    def emit(self, token: int, step: int) -> None:
+        """Append a sampled token that `step` produced."""
+        self.tokens.append(token)
+        if self.spans and self.spans[-1][1] == step:
+            self.spans[-1][1] = step + 1
+        else:
+            self.spans.append([step, step + 1])
+
+    @property
+    def ended(self) -> str:
+        """`length` or `stop` once the answer is complete, else the empty string."""
+        if not self.generated:
+            return ""
+        if self.tokens[-1] in self.request.stop_ids:
+            return "stop"
+        limit = self.request.output_tokens or self.request.max_tokens
+        return "length" if self.generated >= limit else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions `start` to `end - 1` of a sequence, computed in one step. `samples`: its last position is the last
+    known token, so the step yields a new one."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    samples: bool
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The chunks of one step, in scheduling order; their tokens lie flat, one chunk after the other."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A batch in flight. `done_s` is when it will be done on virtual time, None on a real device; `pending` is the
+    executor's own."""
+
+    batch: Batch
+    done_s: float | None = None
+    pending: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a batch yielded: one token for each of its sampling chunks, in order, and the seconds it took inside the
+    executor."""
+
+    tokens: list[int]
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Present facts of an allocator, in rows (one row holds one token): `filled` hold data, `held` belong to some
+    sequence (filled ones included), `free` to none. `cached` counts the free rows whose content could be reused."""
+
+    filled: int
+    held: int
+    free: int
+    cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A change of what a sequence holds: from now on `held` rows, of which its policy `asked` for some. With 0 held it
+    gave everything back, `filled` rows of it full."""
+
+    sequence: int
+    held: int
+    asked: int
+    filled: int

@@ -1,0 +1,102 @@
+"""What a run observed, as plain rows: one per request, one per step, one per hold of memory.
+
+Everything later (tables, charts, verdicts) is a pure function of these rows. Standard library only. Times are seconds
+on the run's clock, which starts at 0 with the run; sizes are in tokens, one token being one row of the arena.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+FINISHED = "finished"
+FAILED = "failed"
+REJECTED = "rejected"
+UNFINISHED = "unfinished"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request from the moment the load wanted it sent to its last token.
+
+    `status` is one of the four words above. `reason` says how it ended: `length` or `stop` where it finished, a
+    sentence where it did not. Times that never happened are None. `token_s` has one entry for each output token.
+    """
+
+    request: int
+    scheduled_s: float
+    sent_s: float
+    input_tokens: int
+    max_tokens: int
+    sample: int = 0
+    admitted_s: float | None = None
+    first_s: float | None = None
+    last_s: float | None = None
+    token_s: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    truncated_tokens: int = 0
+    preemptions: int = 0
+    status: str = UNFINISHED
+    reason: str = ""
+    prompt_token_ids: list[int] | None = None
+    output_token_ids: list[int] | None = None
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step of the engine: a batch launched at `start_s` whose tokens existed at `end_s`.
+
+    `device_s` is the time inside the executor, `host_s` the rest of the step. `sequences`, `prefill_tokens` and
+    `decode_tokens` describe the batch; `attended_pairs` counts its (query, key) pairs, `context_tokens` the computed
+    tokens of its sequences after the step. `used`, `held`, `free` and `cached` are what the allocator reported after
+    the forward pass and before anything was freed; used + (held - used) + free = pool.
+    """
+
+    step: int
+    start_s: float
+    end_s: float
+    host_s: float
+    device_s: float
+    sequences: int
+    prefill_tokens: int
+    decode_tokens: int
+    sampled_tokens: int
+    attended_pairs: int
+    context_tokens: int
+    running: int
+    waiting: int
+    preemptions: int
+    pool_tokens: int
+    used_tokens: int
+    held_tokens: int
+    free_tokens: int
+    cached_tokens: int = 0
+    swapped_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """`request` held `held_tokens` rows in steps `first_step` up to, not including, `end_step`.
+
+    `asked_tokens` is what its policy asked for before the allocator rounded up, `final_tokens` the rows that were
+    filled when the whole stay ended (by finishing, failing or preemption). A stay that grows is several holds.
+    """
+
+    request: int
+    first_step: int
+    end_step: int
+    held_tokens: int
+    asked_tokens: int
+    final_tokens: int
+
+
+@dataclass(slots=True)
+class Run:
+    """All that one cell observed. `end_s` is the time of its last event."""
+
+    requests: list[RequestRecord]
+    steps: list[StepRecord]
+    holds: list[Hold]
+    pool_tokens: int
+    end_s: float
+    external_fragmentation_events: int = 0

@@ -1,0 +1,71 @@
+"""Two variants held against each other, load by load, and the load that shows best what tells them apart.
+
+Everything speaks of the middle context of the grid. The reference is the paged backend where it took part. The one
+metric that is judged is output tokens/s, paired by seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbench.metrics.stats import BETTER, UNPROVEN, Comparison, Interval
+from kvbench.reports.groups import Load, Results, Variant, compare
+from kvbench.reports.words import ratio_decimals, times
+
+PRIMARY = "output_tokens_per_s"
+REFERENCE = "paged"
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Two variants at one load: how many times the `PRIMARY` of `loser` is that of `winner`, at least 1."""
+
+    load: Load
+    winner: Variant
+    loser: Variant
+    effect: Interval
+    proven: bool
+
+    @property
+    def ratio(self) -> str:
+        assert self.effect.value is not None
+        return times(self.effect.value, ratio_decimals(self.effect))
+
+
+def reference(variants: Sequence[Variant]) -> Variant:
+    """The variant the others are held against."""
+    return next((variant for variant in variants if variant.backend == REFERENCE), variants[0])
+
+
+def able_variants(results: Results) -> list[Variant]:
+    """The variants that ran at the middle context at all."""
+    return [variant for variant in results.variants if any(g.ok for g in results.of_variant(variant, results.middle))]
+
+
+def focus(results: Results) -> Load | None:
+    """The largest load at which all variants ran that ran at all: there they differ most. None if there is none."""
+    able = able_variants(results)
+    loads = results.shared_loads(able) if able else []
+    return loads[-1] if loads else None
+
+
+def contests(results: Results, variant: Variant, other: Variant) -> list[Contest]:
+    """Both variants at every load at which a pair of repeats can be compared."""
+    found = []
+    for load in results.shared_loads([variant, other]):
+        pair = results.at(other, load, results.middle), results.at(variant, load, results.middle)
+        contest = _contest(load, variant, other, compare(*pair, PRIMARY))
+        if contest:
+            found.append(contest)
+    return found
+
+
+def _contest(load: Load, a: Variant, b: Variant, comparison: Comparison) -> Contest | None:
+    effect, proven = comparison.effect, comparison.verdict != UNPROVEN
+    if effect.value is None:
+        return None
+    if comparison.verdict == BETTER or (not proven and effect.value >= 1):
+        return Contest(load, a, b, effect, proven)
+    low, high = (None if bound is None else 1 / bound for bound in (effect.high, effect.low))
+    return Contest(load, b, a, Interval(1 / effect.value, low, high, effect.n, effect.dropped), proven)

@@ -1,0 +1,191 @@
+"""Where the numbers come from and what to beware of: device, model, versions, price, and how far to trust them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.metrics.stats import P99_SAMPLES
+from kvbench.metrics.store import RunFolder
+from kvbench.reports.groups import OK, Results, Row
+from kvbench.reports.words import DASH, binary_size, count, listing, plain
+
+STATUS_WORDS = {
+    "oom": "out of memory",
+    "failed": "with an error",
+    "rejected": "with every request rejected",
+    "timeout": "over their time limit",
+}
+
+GOOD, WARNING = "ok", "warn"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One sign of trust or warning; `kind` is GOOD or WARNING."""
+
+    kind: str
+    text: str
+
+
+def facts(manifest: Row, section: str) -> Mapping[str, Any]:
+    """A section of run.json; empty where it is absent."""
+    found = manifest.get(section)
+    return found if isinstance(found, dict) else {}
+
+
+def planned(manifest: Row) -> int:
+    """How many cells the sweep set out to run; 0 where run.json does not say."""
+    cells = manifest.get("cells")
+    return len(cells) if isinstance(cells, list) else 0
+
+
+def evidence(results: Results) -> str:
+    """`Measured`, `Simulated`, or both."""
+    kinds = dict.fromkeys(str(row.get("evidence") or "measured") for row in results.rows)
+    return listing(list(kinds)).capitalize() or "Measured"
+
+
+def headline_facts(folder: RunFolder, results: Results) -> list[str]:
+    """Model, device, memory, workload and date, for the line above the headline."""
+    model, device, kv = (facts(folder.manifest, name) for name in ("model", "device", "kv"))
+    data = facts(folder.manifest, "dataset")
+    first: Row = results.rows[0] if results.rows else {}
+    weights = {"real": "", "random": ", random weights"}.get(str(model.get("weights")), "")
+    dtype = model.get("dtype") or first.get("dtype")
+    lengths = listing([f"{data[key]} {way}" for key, way in (("input", "in"), ("output", "out")) if data.get(key)])
+    said = [
+        f"{model.get('name') or first.get('model') or 'unknown model'}{f' · {dtype}' if dtype else ''}{weights}",
+        str(device.get("name") or first.get("device") or ""),
+        _pool(kv),
+        f"{data.get('name', '')}{': ' if data.get('name') and lengths else ''}{lengths}",
+        str(folder.manifest.get("created") or "")[:10],
+    ]
+    return [text for text in said if text]
+
+
+def _pool(kv: Mapping[str, Any]) -> str:
+    if kv.get("pool_tokens") is None:
+        return ""
+    size = f" ({binary_size(kv['pool_bytes'])})" if kv.get("pool_bytes") is not None else ""
+    return f"{plain(kv['pool_tokens'])} tokens of KV memory{size} for each backend"
+
+
+def provenance(folder: RunFolder, results: Results) -> list[str]:
+    """What one would need to make the numbers again."""
+    manifest = folder.manifest
+    device, software, timings = (facts(manifest, name) for name in ("device", "environment", "timings"))
+    commit = f" @ {software['commit']}" if software.get("commit") else ""
+    seeds = sorted({row["seed"] for row in results.rows if row.get("seed") is not None})
+    said = [
+        str(device.get("name") or DASH),
+        f"{device['cores']} cores" if device.get("cores") else "",
+        binary_size(device["memory_bytes"]) + " memory" if device.get("memory_bytes") else "",
+        *(f"{name} {software[name]}" for name in ("driver", "torch", "transformers", "python") if software.get(name)),
+        str(software.get("platform") or ""),
+        f"kvbench {manifest.get('kvbench_version') or DASH}{commit}",
+        f"seed {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") if seeds else "",
+        price(manifest) or "no price given",
+        *(
+            f"{words} {timings[key]:,.1f} s"
+            for key, words in (("model_load_s", "model loaded in"), ("cold_first_token_s", "first cold token after"))
+            if isinstance(timings.get(key), int | float)
+        ),
+        f"made {manifest['created']}" if manifest.get("created") else "",
+    ]
+    return [text for text in said if text]
+
+
+def price(manifest: Row) -> str:
+    """`$2.5 per device-hour (list price, 2026-11-01; change with --price)`; empty without one."""
+    found = facts(manifest, "price")
+    if found.get("usd_per_hour") is None:
+        return ""
+    source = ", ".join(str(found[key]) for key in ("source", "date") if found.get(key))
+    return f"${plain(found['usd_per_hour'])} per device-hour ({source}{'; ' if source else ''}change with --price)"
+
+
+def cells_failed(rows: Sequence[Row]) -> str:
+    """`3 of 20 cells failed, 2 of them out of memory`; `all 12 cells failed, ...`, `the only cell failed: ...`."""
+    failed = [row for row in rows if row.get("status") != OK]
+    kinds = Counter(str(row.get("status")) for row in failed).most_common()
+    if len(failed) == len(rows) == 1:
+        return f"the only cell failed, {STATUS_WORDS.get(kinds[0][0], kinds[0][0]).replace('their', 'its')}"
+    start = f"all {len(rows)} cells" if len(failed) == len(rows) else f"{len(failed)} of {count(len(rows), 'cell')}"
+    if len(failed) == 1:
+        return f"{start} failed, {STATUS_WORDS.get(kinds[0][0], kinds[0][0]).replace('their', 'its')}"
+    said = [f"{n} {'of them ' if not i else ''}{STATUS_WORDS.get(kind, kind)}" for i, (kind, n) in enumerate(kinds)]
+    return f"{start} failed, {listing(said)}"
+
+
+def reasons(results: Results) -> list[str]:
+    """Each distinct reason with the cells it stopped: `contiguous at 16 users, 5 cells: ...`."""
+    found: dict[tuple[str, str], int] = {}
+    for group in results.groups:
+        for row in group.failed:
+            key = f"{results.name(group.variant)} at {group.load}", str(row.get("reason") or row.get("status"))
+            found[key] = found.get(key, 0) + 1
+    return [f"{where}, {count(n, 'cell')}: {' '.join(why.split())}" for (where, why), n in found.items()]
+
+
+def unfinished(results: Results, manifest: Row) -> str:
+    """A sentence where the run has fewer cells than it set out to run; empty otherwise."""
+    done, asked = len(results.rows), planned(manifest)
+    of = f"{done} of {count(asked, 'cell')}" if asked else count(done, "cell")
+    if manifest.get("interrupted"):
+        return f"The run was interrupted after {of}."
+    return f"The run has {of} so far: it goes on or was stopped." if done < asked else ""
+
+
+def checks(folder: RunFolder, results: Results) -> list[Check]:
+    """Failed cells, answered requests, samples behind the p99, repeats and window."""
+    found = []
+    if late := unfinished(results, folder.manifest):
+        found.append(Check(WARNING, late.rstrip(".")))
+    if results.failed:
+        found.append(Check(WARNING, cells_failed(results.rows)))
+    elif results.rows:
+        found.append(Check(GOOD, f"{count(len(results.rows), 'cell')} measured, none failed"))
+    if results.ok:
+        found += [_requests(results), *_tail(results), _repeats(results), *_windows(results)]
+    return found
+
+
+def _requests(results: Results) -> Check:
+    """What became of the requests of the cells that ran."""
+
+    def total(column: str) -> int:
+        return sum(int(row.get(column) or 0) for row in results.ok)
+
+    asked = total("requests_submitted")
+    bad = [(total(f"requests_{kind}"), kind) for kind in ("rejected", "failed", "unfinished", "truncated")]
+    if any(n for n, _ in bad):
+        return Check(WARNING, f"of {count(asked, 'request')} {listing([f'{n:,} {kind}' for n, kind in bad if n])}")
+    return Check(
+        GOOD, f"all {asked:,} requests answered, none truncated" if asked > 1 else f"{count(asked, 'request')} asked"
+    )
+
+
+def _tail(results: Results) -> list[Check]:
+    samples = [int(row["ttft_samples"]) for row in results.ok if row.get("ttft_samples")]
+    if not samples:
+        return []
+    if min(samples) >= P99_SAMPLES:
+        return [Check(GOOD, f"every p99 from at least {count(min(samples), 'request')}")]
+    few = f"p99 from as few as {count(min(samples), 'request')}"
+    return [Check(WARNING, f"{few}: below {P99_SAMPLES} the slowest alone decide it")]
+
+
+def _repeats(results: Results) -> Check:
+    most = max(len(group.ok) for group in results.groups)
+    if most < 2:
+        return Check(WARNING, "one repeat: no speed is proven (--repeats 5 would)")
+    return Check(GOOD, f"{most} repeats, paired by seed")
+
+
+def _windows(results: Results) -> list[Check]:
+    windows = dict.fromkeys(str(row["window"]) for row in results.ok if row.get("window"))
+    meaning = {"total": "total window: start and end of the load included"}
+    return [Check(GOOD, meaning.get(name, f"{name} window")) for name in windows]

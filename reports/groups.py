@@ -1,0 +1,189 @@
+"""The cells of a run put together: the repeats of one variant at one load and context are a group.
+
+A number of a group is its mean over the repeats that ran (status `ok`), with Student's interval between them. Cells
+that failed are counted, never averaged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.metrics.stats import Comparison, Interval, mean_interval, paired_ratio
+from kvbench.metrics.store import RunFolder
+from kvbench.reports.words import count, plain
+
+Row = Mapping[str, Any]
+
+OK = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A backend under a reservation policy; `copy` 2 is the same asked for once more in one sweep."""
+
+    backend: str
+    reserve: str | None = None
+    copy: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much was asked: clients at once, or requests per second; neither where a trace says when."""
+
+    users: int | None = None
+    rate_per_s: float | None = None
+
+    @property
+    def size(self) -> float:
+        return self.rate_per_s or self.users or 0.0
+
+    @property
+    def number(self) -> str:
+        return plain(self.size or None)
+
+    def __str__(self) -> str:
+        if self.rate_per_s is not None:
+            return f"{self.number} requests/s"
+        return "this load" if self.users is None else count(self.users, "user")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The asked lengths in tokens; None where the data set brought its own."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return (self.input_tokens or 0) + (self.output_tokens or 0), self.input_tokens or 0
+
+    def __str__(self) -> str:
+        lengths = {"in": self.input_tokens, "out": self.output_tokens}
+        return " and ".join(f"{n:,} tokens {way}" for way, n in lengths.items() if n is not None) or "its own lengths"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All repeats of one variant at one load and context."""
+
+    variant: Variant
+    load: Load
+    context: Context
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.get("status") == OK)
+
+    @property
+    def failed(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.get("status") != OK)
+
+    def values(self, column: str) -> list[float]:
+        """What is known of a column, one value a repeat that ran."""
+        return [row[column] for row in self.ok if row.get(column) is not None]
+
+    def mean(self, column: str) -> Interval:
+        return mean_interval([row.get(column) for row in self.ok])
+
+    def median_row(self, column: str) -> Row | None:
+        """The repeat in the middle of a column (the lower of two)."""
+        rows = sorted((row for row in self.ok if row.get(column) is not None), key=lambda row: float(row[column]))
+        return rows[(len(rows) - 1) // 2] if rows else None
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The groups of a run. Variants stand in the order in which they were asked for, loads and contexts grow."""
+
+    rows: tuple[Row, ...]
+    groups: tuple[Group, ...]
+    variants: tuple[Variant, ...]
+    loads: tuple[Load, ...]
+    contexts: tuple[Context, ...]
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> Results:
+        rows = folder.rows()
+        planned = folder.manifest.get("cells") or []
+        cells: dict[tuple[Variant, Load, Context], list[Row]] = {}
+        for row, variant in zip(rows, _variants(rows), strict=True):
+            cells.setdefault((variant, _load(row), _context(row)), []).append(row)
+        asked = dict.fromkeys(_variants([cell for cell in planned if isinstance(cell, dict) and "backend" in cell]))
+        present = dict.fromkeys(variant for variant, _, _ in cells)
+        variants = list(dict.fromkeys([*(variant for variant in asked if variant in present), *present]))
+        groups = [Group(*key, tuple(of_group)) for key, of_group in cells.items()]
+        groups.sort(key=lambda g: (variants.index(g.variant), g.context.size, g.load.size))
+        return cls(
+            tuple(rows),
+            tuple(groups),
+            tuple(variants),
+            tuple(sorted({group.load for group in groups}, key=lambda load: load.size)),
+            tuple(sorted({group.context for group in groups}, key=lambda context: context.size)),
+        )
+
+    @property
+    def ok(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.get("status") == OK)
+
+    @property
+    def failed(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.get("status") != OK)
+
+    @property
+    def middle(self) -> Context:
+        """The grid's middle context, of which headline and charts speak."""
+        return self.contexts[(len(self.contexts) - 1) // 2]
+
+    def name(self, variant: Variant) -> str:
+        """The backend's, with the policy where the run has several of them."""
+        policies = {other.reserve for other in self.variants if other.backend == variant.backend}
+        name = f"{variant.backend} {variant.reserve or ''}".strip() if len(policies) > 1 else variant.backend
+        return name if variant.copy == 1 else f"{name} ({variant.copy})"
+
+    def of_variant(self, variant: Variant, context: Context | None = None) -> list[Group]:
+        """Its groups, by growing load; at one context or at all."""
+        return [g for g in self.groups if g.variant == variant and context in (None, g.context)]
+
+    def at(self, variant: Variant, load: Load, context: Context) -> Group:
+        """One group; without rows where nothing was run there."""
+        key = (variant, load, context)
+        found = (group for group in self.groups if (group.variant, group.load, group.context) == key)
+        return next(found, Group(*key, ()))
+
+    def shared_loads(self, variants: Iterable[Variant]) -> list[Load]:
+        """The loads at which all of them ran, at the middle context."""
+        variants = list(variants)
+        return [load for load in self.loads if all(self.at(variant, load, self.middle).ok for variant in variants)]
+
+
+def compare(a: Group, b: Group, column: str, *, higher_is_better: bool = True) -> Comparison:
+    """How many times `a` is `b`, paired by seed: a repeat that only one of them has is no pair."""
+    by_seed = [{row.get("seed"): row.get(column) for row in group.ok} for group in (a, b)]
+    seeds = [seed for seed in by_seed[0] if seed in by_seed[1]]
+    pairs = [[values[seed] for seed in seeds] for values in by_seed]
+    return paired_ratio(*pairs, higher_is_better=higher_is_better)
+
+
+def _variants(rows: Sequence[Row]) -> list[Variant]:
+    """The variant of each row: the same cell of the grid for a second time in a repeat is a second copy."""
+    seen: Counter[object] = Counter()
+    variants = []
+    for row in rows:
+        key = (row.get("backend"), row.get("reserve"), _load(row), _context(row), row.get("repeat"), row.get("seed"))
+        seen[key] += 1
+        variants.append(Variant(str(row.get("backend")), row.get("reserve"), seen[key]))
+    return variants
+
+
+def _load(row: Row) -> Load:
+    rate = row.get("request_rate")
+    return Load(None if rate is not None else row.get("concurrency"), rate)
+
+
+def _context(row: Row) -> Context:
+    return Context(row.get("input_tokens"), row.get("output_tokens"))

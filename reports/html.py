@@ -1,0 +1,108 @@
+"""The page: one self-contained HTML file about a run, with no script, no network and nothing but the run folder read."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import KvbenchError
+from kvbench.metrics.store import RunFolder
+from kvbench.reports.charts import figures
+from kvbench.reports.context import checks, evidence, headline_facts, provenance, reasons
+from kvbench.reports.definitions import DEFINITIONS
+from kvbench.reports.groups import Results
+from kvbench.reports.page_tables import cell_table, duel_table, meters, variant_tables
+from kvbench.reports.sentence import find
+from kvbench.reports.svg import DARK, LIGHT
+from kvbench.reports.words import DASH
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+_HERE = Path(__file__).parent
+_FONTS = (
+    '--sans:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue","Noto Sans","PingFang SC","Hiragino Sans GB",'
+    '"Microsoft YaHei","Noto Sans CJK SC",sans-serif;--mono:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace'
+)
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Write the page into the run folder, whole or not at all; its path. KvbenchError where that is not possible."""
+    text = render_report(folder)
+    target = folder.path / "report.html"
+    aside = target.with_name(f".{target.name}")
+    try:
+        aside.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+        aside.replace(target)
+    except OSError as error:
+        raise KvbenchError(f"cannot write {target}: {error.strerror or error}; make the folder writable") from error
+    return target
+
+
+def render_report(folder: RunFolder) -> str:
+    """The page of any run, however little of it there is. The same folder gives the same bytes."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["hue"] = _hue
+    return environment.get_template("template.html").render(_content(folder)) + "\n"
+
+
+def _content(folder: RunFolder) -> dict[str, Any]:
+    results = Results.of(folder)
+    command = folder.manifest.get("command")
+    why, why_at = meters(results)
+    content: dict[str, Any] = {
+        "css": _css(),
+        "run_name": folder.path.resolve().name,
+        "evidence": evidence(results),
+        "facts": headline_facts(folder, results),
+        "finding": find(results, folder.manifest),
+        "figures": figures(folder, results),
+        "meters": why,
+        "meters_at": why_at,
+        "checks": checks(folder, results),
+        "reasons": reasons(results),
+        "origin": provenance(folder, results),
+        "tables": variant_tables(results),
+        "spread": any(len(group.ok) > 1 for group in results.groups),
+        "duels": duel_table(results),
+        "cells": cell_table(results),
+        "definitions": DEFINITIONS,
+        "command": shlex.join(map(str, command)) if isinstance(command, list) and command else DASH,
+    }
+    names = {"tables": "By load", "duels": "Side by side", "cells": "Every cell"}
+    shown = {key: name for key, name in names.items() if content[key]}
+    return content | {"sections": [*shown.items(), ("definitions", "Definitions"), ("made", "Command")]}
+
+
+def _css() -> Markup:
+    """The tokens of both themes and the style sheet; print is always light."""
+    from markupsafe import Markup
+
+    light, dark = (_variables(tokens) for tokens in (LIGHT, DARK))
+    themes = (
+        f":root{{color-scheme:light;{light};{_FONTS}}}\n"
+        f"@media screen and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{dark}}}}}\n"
+    )
+    return Markup(themes + (_HERE / "style.css").read_text(encoding="utf-8"))
+
+
+def _variables(tokens: Mapping[str, str]) -> str:
+    return ";".join(f"--{name}:{value}" for name, value in tokens.items())
+
+
+def _hue(text: str) -> Markup:
+    """The backends' names in their colours."""
+    from markupsafe import Markup, escape
+
+    coloured = re.sub(r"\b(paged|contiguous)\b", r'<span class="\1">\1</span>', str(escape(text)))
+    capital = re.sub(
+        r"\b(Paged|Contiguous)\b", lambda name: f'<span class="{name[1].lower()}">{name[1]}</span>', coloured
+    )
+    return Markup(capital)

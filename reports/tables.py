@@ -1,0 +1,208 @@
+"""The summary of a run as tables: a row per load and context, a table per variant, four ways to write them down.
+
+`table` and `markdown` round, one count of decimals a column. `csv` and `json` have one row per group at full precision
+and in base units: each metric with `_low` and `_high`, its 95 % interval over the repeats.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvbench.metrics.stats import Interval
+from kvbench.reports.groups import Context, Group, Results, Variant
+from kvbench.reports.words import number, plain, sentence_case
+
+FORMATS = ("table", "markdown", "csv", "json")
+
+Value = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`value` of a group in base units times `scale` stands under `head` (its spaces may become line breaks), with its
+    interval where `spread`. `counted`: nothing to be uncertain about. `drop`: the order in which columns make room on a
+    narrow terminal, 0 never."""
+
+    key: str
+    head: str
+    value: Callable[[Group], Interval]
+    decimals: int = 0
+    scale: float = 1.0
+    spread: bool = False
+    counted: bool = False
+    drop: int = 0
+
+    def cell(self, group: Group) -> str:
+        """The rounded mean, or a dash."""
+        value = self.value(group).value
+        return number(None if value is None else value * self.scale, self.decimals)
+
+    def interval(self, group: Group) -> str:
+        """`± 12.3`, the half-width of the 95 % interval; empty below two repeats."""
+        found = self.value(group)
+        if not self.spread or found.high is None or found.value is None:
+            return ""
+        return f"± {number((found.high - found.value) * self.scale, self.decimals)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One variant's groups. `labels` of a row say where in the grid it stands."""
+
+    title: str
+    label_heads: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+    def labels(self, group: Group) -> tuple[str, ...]:
+        lengths = (group.context.input_tokens, group.context.output_tokens)
+        return (group.load.number, *(plain(n) for n in lengths))[: len(self.label_heads)]
+
+
+def _known(value: float | None) -> Interval:
+    return Interval(value, None, None, int(value is not None), 0)
+
+
+def _mean(column: str) -> Callable[[Group], Interval]:
+    return lambda group: group.mean(column)
+
+
+def _sum(column: str) -> Callable[[Group], Interval]:
+    return lambda group: _known(sum(values) if (values := group.values(column)) else None)
+
+
+def _peak(column: str) -> Callable[[Group], Interval]:
+    return lambda group: _known(max(group.values(column), default=None))
+
+
+COLUMNS = (
+    Column("requests", "requests", _sum("requests_submitted"), counted=True, drop=1),
+    Column("output_tokens_per_s", "out tok/s", _mean("output_tokens_per_s"), 1, spread=True),
+    Column("ttft_p50_s", "TTFT p50 ms", _mean("ttft_p50_s"), 0, 1e3, drop=4),
+    Column("ttft_p99_s", "TTFT p99 ms", _mean("ttft_p99_s"), 0, 1e3),
+    Column("tpot_p50_s", "TPOT p50 ms", _mean("tpot_p50_s"), 1, 1e3, drop=3),
+    Column("tpot_p99_s", "TPOT p99 ms", _mean("tpot_p99_s"), 1, 1e3),
+    Column("kv_utilisation_mean", "KV used %", _mean("kv_utilisation_mean"), 1, 100),
+    Column("kv_fragmentation_mean", "KV wasted %", _mean("kv_fragmentation_mean"), 1, 100),
+    Column("preemptions", "pre- empted", _mean("preemptions"), 1),
+    Column("peak_running", "peak running", _peak("peak_running"), counted=True),
+    Column("usd_per_million_output_tokens", "$/1M out", _mean("usd_per_million_output_tokens"), 3),
+    Column("failed_cells", "failed cells", lambda group: _known(len(group.failed)), counted=True, drop=2),
+)
+
+
+def summary(results: Results) -> list[Table]:
+    """A table per variant, in the order asked."""
+    return [
+        Table(_title(results, variant), _label_heads(results), tuple(results.of_variant(variant)))
+        for variant in results.variants
+    ]
+
+
+def render(results: Results, fmt: str = "table", width: int = 80) -> str:
+    """The summary in one of FORMATS, ending in a newline; `width` characters wide where it is a `table`."""
+    assert fmt in FORMATS, fmt
+    if fmt == "csv":
+        return _csv(records(results))
+    if fmt == "json":
+        return json.dumps(records(results), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    tables = summary(results)
+    return "\n".join(_markdown(table) if fmt == "markdown" else _text(table, width) for table in tables)
+
+
+def records(results: Results) -> list[dict[str, Value]]:
+    """One flat row per group at full precision, in base units."""
+    return [_record(group) for group in results.groups]
+
+
+def _record(group: Group) -> dict[str, Value]:
+    row: dict[str, Value] = {
+        "backend": group.variant.backend,
+        "reserve": group.variant.reserve,
+        "copy": group.variant.copy,
+        "concurrency": group.load.users,
+        "request_rate": group.load.rate_per_s,
+        "input_tokens": group.context.input_tokens,
+        "output_tokens": group.context.output_tokens,
+        "repeats": len(group.ok),
+    }
+    for column in COLUMNS:
+        value = column.value(group)
+        row[column.key] = value.value
+        if not column.counted:
+            row |= {f"{column.key}_low": value.low, f"{column.key}_high": value.high}
+    return row
+
+
+def _title(results: Results, variant: Variant) -> str:
+    """`Contiguous, reserving max`."""
+    name = results.name(variant)
+    reserve = f", reserving {variant.reserve}" if variant.reserve and variant.reserve not in name else ""
+    return sentence_case(name) + reserve
+
+
+def _label_heads(results: Results) -> tuple[str, ...]:
+    load = "requests/s" if any(group.load.rate_per_s is not None for group in results.groups) else "users"
+    shown = [c for c in results.contexts if c != Context()] if len(results.contexts) > 1 else []
+    return (load, "in tokens", "out tokens") if shown else (load,)
+
+
+def _csv(rows: Sequence[dict[str, Value]]) -> str:
+    """Full precision, None an empty field; a text that a spreadsheet would run as a formula gets a '."""
+    out = io.StringIO()
+    heads = dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(out, list(heads), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _inert(value) for name, value in row.items()} for row in rows)
+    return out.getvalue()
+
+
+def _inert(value: Value) -> Value:
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
+def _cells(table: Table, columns: Sequence[Column], group: Group) -> list[str]:
+    shown = [f"{column.cell(group)} {column.interval(group)}".strip() for column in columns]
+    return [*table.labels(group), *shown]
+
+
+def _markdown(table: Table) -> str:
+    heads = [*table.label_heads, *(column.head.replace("- ", "") for column in COLUMNS)]
+    lines = [heads, ["---:"] * len(heads), *(_cells(table, COLUMNS, group) for group in table.groups)]
+    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"### {_one_line(table.title)}\n\n{rows}\n"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _text(table: Table, width: int) -> str:
+    """Plain text. On a narrow terminal the columns that matter least make room, and are named."""
+    import rich.table
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(file=out, width=10_000, color_system=None, force_terminal=False, legacy_windows=False)
+    columns, left_out = list(COLUMNS), list[str]()
+    while True:
+        drawn = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for head in [*table.label_heads, *(column.head for column in columns)]:
+            drawn.add_column(
+                head.replace("- ", "-\n").replace(" ", "\n"), justify="right", no_wrap=True, vertical="bottom"
+            )
+        for group in table.groups:
+            drawn.add_row(*_cells(table, columns, group))
+        least = min((column for column in columns if column.drop), key=lambda column: column.drop, default=None)
+        if least is None or console.measure(drawn).maximum <= width:
+            break
+        columns.remove(least)
+        left_out.append(least.head)
+    console.print(table.title, markup=False, highlight=False, soft_wrap=True)
+    console.print(drawn, soft_wrap=True)
+    if left_out:
+        console.print(f"(no room for: {', '.join(left_out)})", markup=False, highlight=False, soft_wrap=True)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())

@@ -1,0 +1,47 @@
+"""What a sweep prints when it ends: context, tables, warnings, what was found, and where the page is. Plain text."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from kvbench.metrics.store import RunFolder
+from kvbench.reports.context import WARNING, checks, evidence, headline_facts, price, reasons
+from kvbench.reports.groups import Results
+from kvbench.reports.sentence import find
+from kvbench.reports.tables import render
+from kvbench.reports.words import THIN
+
+
+def closing(folder: RunFolder, report: Path | None = None, width: int = 80) -> str:
+    """The last words of a run, at most `width` characters wide except where a table needs more; `report` is the page."""
+    results = Results.of(folder)
+    parts = [
+        _wrapped(f"{evidence(results)}: {', '.join(headline_facts(folder, results))}", width),
+        render(results, "table", width) if results.rows else "",
+        "".join(_wrapped(line, width, "! ") for line in warnings(folder, results)),
+        _wrapped(str(find(results, folder.manifest)), width),
+        f"Report: {report}\n" if report else "",
+    ]
+    return "\n".join(part for part in parts if part).replace(THIN, " ")
+
+
+def warnings(folder: RunFolder, results: Results) -> list[str]:
+    """What to beware of, a line each: the checks that do not hold, every reason of a failed cell, a missing price."""
+    found = [check.text for check in checks(folder, results) if check.kind == WARNING]
+    found += reasons(results)
+    if results.ok and not price(folder.manifest):
+        found.append("no price: give --price USD_PER_HOUR for $/1M out")
+    return found
+
+
+def _wrapped(text: str, width: int, bullet: str = "") -> str:
+    lines = textwrap.wrap(
+        " ".join(text.replace(THIN, "\u00a0").split(" ")),
+        width - len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "".join(f"{bullet if not i else ' ' * len(bullet)}{line}\n" for i, line in enumerate(lines)).replace(
+        "\u00a0", " "
+    )

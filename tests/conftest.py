@@ -1,0 +1,33 @@
+"""What all tests share: no network, the same examples on every CI run, and the reference data beside the checkout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read by transformers when it is first imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch; tiny models gain nothing from more, busy machines lose
+
+ROOT = Path(__file__).resolve().parent.parent
+
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The project's root folder."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of reference data that lies beside a checkout of the project, but is no part of it."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no reference data at {folder}")
+    return folder

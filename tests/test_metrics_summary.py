@@ -1,0 +1,203 @@
+"""Each number of a cell against its definition, worked out by hand, with the cases other benchmarks got wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvbench.metrics.latency import gaps_s, latencies, tpot_s
+from kvbench.metrics.records import FAILED, REJECTED, UNFINISHED, RequestRecord, Run, StepRecord
+from kvbench.metrics.slo import Slo
+from kvbench.metrics.summary import summarise, usd_per_million_output_tokens
+
+
+def answered(token_s: list[float], *, scheduled_s: float = 0.0, input_tokens: int = 10) -> RequestRecord:
+    return RequestRecord(
+        request=0,
+        scheduled_s=scheduled_s,
+        sent_s=scheduled_s,
+        admitted_s=scheduled_s + 0.25,
+        first_s=token_s[0],
+        last_s=token_s[-1],
+        token_s=token_s,
+        input_tokens=input_tokens,
+        output_tokens=len(token_s),
+        max_tokens=100,
+        status="finished",
+        reason="length",
+    )
+
+
+def refused(status: str, *, scheduled_s: float = 0.0, token_s: tuple[float, ...] = ()) -> RequestRecord:
+    return RequestRecord(
+        request=0,
+        scheduled_s=scheduled_s,
+        sent_s=scheduled_s,
+        first_s=token_s[0] if token_s else None,
+        last_s=token_s[-1] if token_s else None,
+        token_s=list(token_s),
+        input_tokens=10,
+        output_tokens=len(token_s),
+        max_tokens=100,
+        status=status,
+        reason="it says why",
+    )
+
+
+def idle_step(number: int, end_s: float, running: int) -> StepRecord:
+    return StepRecord(number, end_s - 1, end_s, 0.5, 0.5, running, 0, running, running, 0, 0, running, 0, 0, 8, 0, 0, 8)
+
+
+def run_of(*requests: RequestRecord, end_s: float, steps: tuple[StepRecord, ...] = ()) -> Run:
+    return Run(list(requests), list(steps), [], 8, end_s)
+
+
+def test_every_column_of_a_small_run_by_hand() -> None:
+    requests = (
+        answered([1.0, 1.5, 2.0], scheduled_s=0.0, input_tokens=10),
+        answered([3.0, 5.0], scheduled_s=1.0, input_tokens=20),
+        refused(UNFINISHED, scheduled_s=2.0, token_s=(7.0, 8.0)),
+        refused(REJECTED, scheduled_s=3.0),
+    )
+    requests[0].preemptions, requests[2].preemptions, requests[1].truncated_tokens = 2, 1, 5
+    run = run_of(*requests, end_s=10.0, steps=(idle_step(0, 1.0, 1), idle_step(1, 3.0, 3), idle_step(2, 5.0, 2)))
+    run.external_fragmentation_events = 4
+
+    row = summarise(run, slos=[Slo("ttft", 1.5)], price_usd_per_hour=3.6, cards=2)
+
+    expected = {
+        "window": "total",
+        "duration_s": 10.0,
+        "ttft_mean_s": 1.5,
+        "ttft_p50_s": 1.5,
+        "ttft_p90_s": 1.9,
+        "ttft_p99_s": 1.99,
+        "ttft_samples": 2,
+        "tpot_mean_s": 1.25,  # 0.5 and 2.0
+        "tpot_p50_s": 1.25,
+        "tpot_samples": 2,
+        "itl_mean_s": 1.0,  # 0.5, 0.5, 2.0
+        "itl_p50_s": 0.5,
+        "itl_samples": 3,
+        "e2e_mean_s": 3.0,  # 2 and 4
+        "e2e_p90_s": 3.8,
+        "queue_mean_s": 0.25,
+        "output_tokens_per_s": 0.7,  # those of the unfinished request too
+        "output_tokens_per_s_per_card": 0.35,
+        "input_tokens_per_s": 4.0,  # 10 + 20 + 10: the rejected one never had a first token
+        "total_tokens_per_s": 4.7,
+        "requests_per_s": 0.2,
+        "achieved_rate_per_s": 1.0,
+        "goodput_per_s": 0.1,
+        "attainment": 0.25,
+        "slo_met": False,
+        "preemptions": 3,
+        "peak_running": 3,
+        "requests_submitted": 4,
+        "requests_finished": 2,
+        "requests_failed": 0,
+        "requests_rejected": 1,
+        "requests_unfinished": 1,
+        "requests_truncated": 1,
+        "requests_one_token": 0,
+        "input_tokens_total": 40,
+        "output_tokens_total": 7,
+        "external_fragmentation_events": 4,
+        "steps": 3,
+        "usd_per_million_output_tokens": 3.6 * 2 / (0.7 * 3600) * 1e6,
+        "kv_utilisation_mean": 0.0,
+        "kv_fragmentation_mean": None,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    json.dumps(row, allow_nan=False)
+
+
+def test_gaps_leave_the_first_token_out() -> None:
+    """vllm#7242: tokens at 1.0, 1.1, 1.2 s."""
+    assert gaps_s(answered([1.0, 1.1, 1.2])) == pytest.approx([0.1, 0.1])
+
+
+def test_tokens_of_one_step_share_its_time() -> None:
+    """sglang#12064: one token at 100 ms, three at 140 ms, one at 180 ms."""
+    request = answered([0.1, 0.14, 0.14, 0.14, 0.18])
+    assert tpot_s(request) == pytest.approx(0.020)
+    assert gaps_s(request) == pytest.approx([0.04, 0, 0, 0.04])
+
+
+@pytest.mark.parametrize("status", [FAILED, REJECTED, UNFINISHED])
+def test_what_did_not_finish_has_no_latency(status: str) -> None:
+    assert not any(latencies([refused(status, token_s=(1.0, 2.0))]).values())
+
+
+def test_every_request_fails() -> None:
+    """pytorch#172616: nulls, and still strict JSON."""
+    row = summarise(run_of(refused(FAILED), refused(FAILED, scheduled_s=1.0), end_s=4.0), price_usd_per_hour=2.0)
+    assert row["requests_failed"] == row["requests_submitted"] == 2
+    for name in ("ttft_p99_s", "tpot_mean_s", "itl_p50_s", "e2e_p90_s", "usd_per_million_output_tokens"):
+        assert row[name] is None
+    assert row["output_tokens_per_s"] == row["goodput_per_s"] == row["attainment"] == 0
+    assert row["slo_met"] is False
+    json.dumps(row, allow_nan=False)
+
+
+def test_no_request_at_all() -> None:
+    row = summarise(run_of(end_s=4.0))
+    assert row["requests_submitted"] == row["peak_running"] == row["duration_s"] == 0
+    for name in ("output_tokens_per_s", "requests_per_s", "attainment", "slo_met", "goodput_per_s", "ttft_mean_s"):
+        assert row[name] is None
+    json.dumps(row, allow_nan=False)
+
+
+def test_one_request_of_one_token() -> None:
+    row = summarise(run_of(answered([0.5]), end_s=0.5))
+    assert row["ttft_p50_s"] == row["ttft_p99_s"] == row["e2e_mean_s"] == 0.5
+    assert row["tpot_mean_s"] is row["itl_p99_s"] is row["achieved_rate_per_s"] is None
+    assert row["requests_one_token"] == 1
+    assert row["attainment"] == 1.0  # a TPOT SLO is passed vacuously
+    assert row["slo_met"] is True
+
+
+def test_a_window_without_length_has_no_rates() -> None:
+    row = summarise(run_of(refused(REJECTED), end_s=0.0))
+    assert row["requests_per_s"] is row["output_tokens_per_s"] is row["goodput_per_s"] is None
+    assert row["attainment"] == 0
+
+
+def test_throughput_per_card() -> None:
+    """vllm#56111: 100 tokens/s on 8 cards."""
+    run = run_of(answered([i / 100 for i in range(1, 101)]), end_s=1.0)
+    row = summarise(run, cards=8)
+    assert row["output_tokens_per_s"] == 100
+    assert row["output_tokens_per_s_per_card"] == 12.5
+
+
+def test_cost() -> None:
+    assert usd_per_million_output_tokens(1000.0, 3.6, 1) == pytest.approx(1.0)
+    assert usd_per_million_output_tokens(1000.0, 3.6, 4) == pytest.approx(4.0)
+    assert usd_per_million_output_tokens(1000.0, None, 1) is None
+    assert usd_per_million_output_tokens(0.0, 3.6, 1) is None
+    assert usd_per_million_output_tokens(None, 3.6, 1) is None
+
+
+def test_percentile_objectives_have_columns_of_their_own() -> None:
+    requests = [answered([i / 10]) for i in range(1, 12)]
+    slos = [Slo("ttft", 0.6, 50), Slo("ttft", 0.5, 90)]
+    row = summarise(run_of(*requests, end_s=2.0), slos=slos)
+    assert row["slo_ttft_p50_s"] == pytest.approx(0.6)
+    assert row["slo_ttft_p90_s"] == pytest.approx(1.0)
+    assert row["slo_met"] is False
+    assert row["attainment"] == 1  # no SLO asks each request; all finished
+    assert summarise(run_of(*requests, end_s=2.0), slos=slos[:1])["slo_met"] is True
+
+
+def test_a_token_without_its_time_is_impossible() -> None:
+    request = answered([1.0, 2.0])
+    request.output_tokens = 3
+    with pytest.raises(AssertionError, match="without its time"):
+        summarise(run_of(request, end_s=3.0))
+
+
+def test_an_unknown_status_is_impossible() -> None:
+    with pytest.raises(AssertionError, match="unknown status"):
+        summarise(run_of(refused("lost"), end_s=3.0))

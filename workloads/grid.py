@@ -1,0 +1,167 @@
+"""The points of a sweep, in the order in which they run, and the lists of numbers that a user spans them with.
+
+Within a repeat the variants follow each other at every point, and every other repeat turns their order round (ABBA), so
+a machine that slowly warms up or slows down favours none of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+from kvbench.errors import KvbenchError
+
+_RANGE = re.compile(r"([\d.]+)-([\d.]+)([*+])([\d.]+)")
+_LONGEST_LIST = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is compared: a backend under a reservation policy (None where it has none to choose)."""
+
+    backend: str
+    reserve: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """How much is asked: either `concurrency` clients (closed loop) or `request_rate` requests a second (open loop)."""
+
+    concurrency: int | None = None
+    request_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.concurrency is None) == (self.request_rate is None):
+            raise KvbenchError("give either --concurrency or --request-rate")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The asked lengths in tokens; None where the data set brings its own."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One point of the grid in one repeat under one variant. `id` names its folder, `order` is its place in the run."""
+
+    id: str
+    backend: str
+    reserve: str | None
+    concurrency: int | None
+    request_rate: float | None
+    input_tokens: int | None
+    output_tokens: int | None
+    repeat: int
+    seed: int
+    order: int
+
+
+def cells(
+    variants: Sequence[Variant],
+    loads: Sequence[LoadPoint],
+    contexts: Sequence[Context],
+    repeats: int,
+    seed: int,
+) -> list[Cell]:
+    """Every variant at every load and context, `repeats` times, in running order.
+
+    A pass over the whole grid makes a repeat, so an interrupted sweep has all points of the repeats before. Repeat r
+    has the seed `seed + r` for all its cells: the variants are paired, the repeats independent. A variant or point that
+    is asked for twice runs twice, the second with `.2` at the end of its id.
+    """
+    if repeats < 1:
+        raise KvbenchError(f"--repeats must be at least 1, not {repeats}")
+    points = [(load, context) for load in loads for context in contexts]
+    plan: list[Cell] = []
+    for repeat in range(repeats):
+        seen: Counter[str] = Counter()
+        for load, context in points:
+            row = []
+            for variant in variants:
+                name = _name(variant, load, context, repeat)
+                seen[name] += 1
+                row.append((variant, name if seen[name] == 1 else f"{name}.{seen[name]}"))
+            for variant, name in row if repeat % 2 == 0 else reversed(row):
+                plan.append(
+                    Cell(
+                        id=name,
+                        backend=variant.backend,
+                        reserve=variant.reserve,
+                        concurrency=load.concurrency,
+                        request_rate=load.request_rate,
+                        input_tokens=context.input_tokens,
+                        output_tokens=context.output_tokens,
+                        repeat=repeat,
+                        seed=seed + repeat,
+                        order=len(plan),
+                    )
+                )
+    return plan
+
+
+def _name(variant: Variant, load: LoadPoint, context: Context, repeat: int) -> str:
+    """`paged-c16-i128-o64-r0`: only letters, digits, dots and dashes; what is None is left out."""
+    rate = None if load.request_rate is None else str(load.request_rate).removesuffix(".0")
+    numbers = {"c": load.concurrency, "q": rate, "i": context.input_tokens, "o": context.output_tokens, "r": repeat}
+    words = [word for word in (variant.backend, variant.reserve) if word is not None]
+    return "-".join(words + [f"{letter}{value}" for letter, value in numbers.items() if value is not None])
+
+
+def parse_ints(text: str, flag: str) -> list[int]:
+    """`1,8,64`, `1-64*2` (1, 2, 4 … 64) or `64-256+64` (64, 128 … 256), mixed at will; `flag` is named in errors."""
+    values = _parse(text, flag)
+    for value in values:
+        if value != int(value):
+            raise KvbenchError(f"{flag} takes whole numbers, not {value}")
+    return [int(value) for value in values]
+
+
+def parse_floats(text: str, flag: str) -> list[float]:
+    """As `parse_ints`, with fractions: `0.5,2` or `0.5-8*2`."""
+    return [float(value) for value in _parse(text, flag)]
+
+
+def _parse(text: str, flag: str) -> list[Decimal]:
+    """Exact decimals, so that `0.1-0.3+0.1` has three of them."""
+    values: list[Decimal] = []
+    for item in map(str.strip, text.split(",")):
+        found = _RANGE.fullmatch(item)
+        if found is None:
+            values.append(_positive(item, item, flag))
+            continue
+        first, last, step = (_positive(found[group], item, flag) for group in (1, 2, 4))
+        values.extend(_span(first, last, found[3], step, item, flag))
+    return values
+
+
+def _positive(word: str, item: str, flag: str) -> Decimal:
+    try:
+        value = Decimal(word)
+    except InvalidOperation:
+        raise KvbenchError(
+            f"{flag} cannot read {item!r}; give numbers like 1,8,64 or ranges like 1-64*2 and 64-256+64"
+        ) from None
+    if not (value.is_finite() and value > 0 and math.isfinite(float(value)) and float(value) > 0):
+        raise KvbenchError(f"{flag} takes positive numbers, not {item!r}")
+    return value
+
+
+def _span(first: Decimal, last: Decimal, sign: str, step: Decimal, item: str, flag: str) -> list[Decimal]:
+    """From `first` on while not beyond `last`, each value `step` times or plus `step` the one before."""
+    if last < first:
+        raise KvbenchError(f"{flag} has the range {item!r} the wrong way round; the smaller number comes first")
+    if sign == "*" and step <= 1:
+        raise KvbenchError(f"{flag} must multiply by more than 1 in {item!r}")
+    values = [first]
+    while (value := values[-1] * step if sign == "*" else values[-1] + step) <= last:
+        values.append(value)
+        if len(values) > _LONGEST_LIST:
+            raise KvbenchError(f"{flag} has over {_LONGEST_LIST} values in {item!r}; take larger steps")
+    return values

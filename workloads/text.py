@@ -1,0 +1,47 @@
+"""From text to token ids through a transformers tokenizer, with errors a user can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from kvbench.errors import KvbenchError
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    @property
+    def chat_template(self) -> Any:
+        """The template's source, or None for a model that was not trained on chats."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Any:
+        """The text's ids."""
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, return_dict: bool
+    ) -> Any:
+        """The chat's ids."""
+
+
+def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[int, ...]:
+    """The prompt of a chat, ready for the assistant's next turn, through the tokenizer's own template."""
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise KvbenchError("this model's tokenizer has no chat template; give `prompt` texts instead of `messages`")
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except TemplateError as error:
+        raise KvbenchError(f"the model's chat template refuses these messages: {error}") from error
+    return tuple(ids)
+
+
+def check_ids(ids: Iterable[int], vocab_size: int) -> None:
+    """Refuse ids outside [0, vocab_size): the model has no embedding for them."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise KvbenchError(
+                f"token id {token} lies outside the model's vocabulary of {vocab_size}; "
+                "use ids or a tokenizer that belong to this model"
+            )

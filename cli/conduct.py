@@ -200,11 +200,9 @@ def _said(row: dict[str, Any]) -> str:
 
 
 def _conclude(folder: RunFolder, output_format: str, interrupted: bool) -> int:
-    from kvbench.reports.html import write_report
-    from kvbench.reports.terminal import print_run
+    from kvbench.cli.show import show
 
-    report = write_report(folder)
-    print_run(folder, report, output_format)
+    show(folder, output_format)
     if interrupted:
         return INTERRUPTED
     return 0 if any(row["status"] == "ok" for row in folder.rows()) else 1

@@ -63,7 +63,7 @@ class Progress:
         self._took_total_s += took_s
         self._guessed_total_s += self._guesses_s[cell.id]
         tail = f"; {clock(self.left_s())} left" if self._left else ""
-        self._console.print(f"{self._label}: {said} in {took_s:.1f} s{tail}", markup=False, highlight=False)
+        self._console.print(f"{self._label}: {said} in {took_s:.1f} s{tail}", markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Take the live line away."""

@@ -14,10 +14,8 @@ def report(
 ) -> None:
     """Render a run again: tables on standard output and its report.html."""
     from kvbench.cli.config import FORMATS, choice
+    from kvbench.cli.show import show
     from kvbench.metrics.store import RunFolder, latest
-    from kvbench.reports.html import write_report
-    from kvbench.reports.terminal import print_run
 
     output_format = choice(output_format, FORMATS, "--format")
-    folder = RunFolder.open(run or latest("runs"))
-    print_run(folder, write_report(folder), output_format)
+    show(RunFolder.open(run or latest("runs")), output_format)

@@ -85,9 +85,9 @@ class Stack:
         from kvbench.engine.runner import ModelRunner
 
         backend = BACKENDS[variant.backend]
-        allocator = backend.make_allocator(replace(self.cache, reserve=variant.reserve))
         rows = self.cache.pool_tokens + self.cache.block_size
-        arena = Arena(self.model.kv, rows, self.model.dtype, self.model.device)
+        arena = Arena(self.model.kv, rows, self.model.dtype, self.model.device)  # first: it says what is too large
+        allocator = backend.make_allocator(replace(self.cache, reserve=variant.reserve))
         runner = ModelRunner(self.model, backend.make_cache(arena, allocator))
         engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens)
         return serve(load, engine, WallClock(), watch)

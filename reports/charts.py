@@ -65,8 +65,9 @@ def throughput(results: Results) -> Figure:
     unit = "requests per second asked" if any(load.rate_per_s is not None for load in results.loads) else "users"
     repeats = max(len(group.ok) for group in results.groups)
     band = f"{percent(0.95)} interval of {repeats} repeats" if repeats > 1 else "one repeat, so no interval"
-    title = "Output tokens/s by load" if len(x) > 1 else f"Output tokens/s at {results.loads[0]}, one load only"
-    subtitle = f"Mean output tokens per second, {band}{of_context(results)}"
+    title = _title(lines, names)
+    where = "by load" if len(x) > 1 else f"at {results.loads[0]}, one load only"
+    subtitle = f"Output tokens per second {where}; {band}{of_context(results)}"
     return Figure(
         title,
         subtitle,
@@ -74,6 +75,20 @@ def throughput(results: Results) -> Figure:
         (unit, "out tok/s", f"{percent(0.95)} interval", "repeats"),
         tuple((names[variant], tuple(_number_row(group) for group in groups)) for variant, groups in lines.items()),
     )
+
+
+def _title(lines: dict[Variant, list[Group]], names: dict[Variant, str]) -> str:
+    """`Paged reaches 98 output tokens/s, contiguous 49`, the fastest first."""
+    means = {variant: [group.mean(PRIMARY).value for group in groups] for variant, groups in lines.items()}
+    most = {
+        variant: max((mean for mean in found if mean is not None), default=None) for variant, found in means.items()
+    }
+    ran = sorted(((speed, names[variant]) for variant, speed in most.items() if speed is not None), reverse=True)
+    decimals = 0 if ran and ran[-1][0] >= 10 else 1
+    said = [f"{name} {number(speed, decimals)}" for speed, name in ran[1:]]
+    if not ran:
+        return "No output tokens"
+    return ", ".join([f"{sentence_case(ran[0][1])} reaches {number(ran[0][0], decimals)} output tokens/s", *said])
 
 
 def _number_row(group: Group) -> tuple[str, ...]:

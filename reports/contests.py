@@ -29,8 +29,9 @@ class Contest:
 
     @property
     def ratio(self) -> str:
+        """`1.32 ×`."""
         assert self.effect.value is not None
-        return times(self.effect.value, ratio_decimals(self.effect))
+        return times(self.effect.value, ratio_decimals(self.effect.value))
 
 
 def reference(variants: Sequence[Variant]) -> Variant:

@@ -43,9 +43,9 @@ def planned(manifest: Row) -> int:
 
 
 def evidence(results: Results) -> str:
-    """`Measured`, `Simulated`, or both."""
-    kinds = dict.fromkeys(str(row.get("evidence") or "measured") for row in results.rows)
-    return listing(list(kinds)).capitalize() or "Measured"
+    """`Measured`, `Simulated`, both, or `Not measured` where no cell ran."""
+    kinds = dict.fromkeys(str(row.get("evidence") or "measured") for row in results.ok)
+    return listing(list(kinds)).capitalize() or "Not measured"
 
 
 def headline_facts(folder: RunFolder, results: Results) -> list[str]:
@@ -93,7 +93,7 @@ def provenance(folder: RunFolder, results: Results) -> list[str]:
             for key, words in (("model_load_s", "model loaded in"), ("cold_first_token_s", "first cold token after"))
             if isinstance(timings.get(key), int | float)
         ),
-        f"made {manifest['created']}" if manifest.get("created") else "",
+        f"made {str(manifest['created'])[:16].replace('T', ' ')} UTC" if manifest.get("created") else "",
     ]
     return [text for text in said if text]
 

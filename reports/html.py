@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file about a run, with no script, no network and nothing but the run folder read."""
+"""The page: one self-contained HTML file about a run, without script or network, made of the run folder alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvbench.metrics.store import RunFolder
 from kvbench.reports.charts import figures
 from kvbench.reports.context import checks, evidence, headline_facts, provenance, reasons
 from kvbench.reports.definitions import DEFINITIONS
+from kvbench.reports.figure import looks
 from kvbench.reports.groups import Results
 from kvbench.reports.page_tables import cell_table, duel_table, meters, variant_tables
 from kvbench.reports.sentence import find
@@ -49,20 +50,21 @@ def render_report(folder: RunFolder) -> str:
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["hue"] = _hue
     return environment.get_template("template.html").render(_content(folder)) + "\n"
 
 
 def _content(folder: RunFolder) -> dict[str, Any]:
     results = Results.of(folder)
     command = folder.manifest.get("command")
+    finding = find(results, folder.manifest)
     why, why_at = meters(results)
     content: dict[str, Any] = {
         "css": _css(),
         "run_name": folder.path.resolve().name,
         "evidence": evidence(results),
         "facts": headline_facts(folder, results),
-        "finding": find(results, folder.manifest),
+        "finding": finding,
+        "headline": _coloured(finding.headline, results),
         "figures": figures(folder, results),
         "meters": why,
         "meters_at": why_at,
@@ -97,12 +99,15 @@ def _variables(tokens: Mapping[str, str]) -> str:
     return ";".join(f"--{name}:{value}" for name, value in tokens.items())
 
 
-def _hue(text: str) -> Markup:
-    """The backends' names in their colours."""
+def _coloured(text: str, results: Results) -> Markup:
+    """The variants' names in their colours."""
     from markupsafe import Markup, escape
 
-    coloured = re.sub(r"\b(paged|contiguous)\b", r'<span class="\1">\1</span>', str(escape(text)))
-    capital = re.sub(
-        r"\b(Paged|Contiguous)\b", lambda name: f'<span class="{name[1].lower()}">{name[1]}</span>', coloured
-    )
-    return Markup(capital)
+    tokens = {str(escape(results.name(variant))).lower(): look.token for variant, look in looks(results).items()}
+    names = "|".join(re.escape(name) for name in sorted(tokens, key=len, reverse=True))
+
+    def span(name: re.Match[str]) -> str:
+        return f'<span class="{tokens[name[0].lower()]}">{name[0]}</span>'
+
+    text = str(escape(text))
+    return Markup(re.sub(rf"\b(?:{names})\b", span, text, flags=re.IGNORECASE) if names else text)

@@ -40,7 +40,10 @@ def memory(folder: RunFolder, results: Results, group: Group, name: str) -> Figu
     title = f"{sentence_case(results.name(group.variant))}: tokens fill {percent(means['used'])} of the KV memory"
     subtitle = f"Share of the pool over time at {which}{of_context(results)}"
     rows = tuple(
-        (number(float(edges[i]), 1), *(number(float(values[i]) * 100, 1) for values in series.values()))
+        (
+            number(float(edges[i]), 1 if edges[-1] >= 10 else 2),
+            *(number(float(values[i]) * 100, 1) for values in series.values()),
+        )
         for i in range(0, BINS, BINS // NUMBERS)
     )
     heads = ("from second", *(f"{part} %" for part in series))
@@ -79,7 +82,8 @@ def _binned(run: Run, shares: dict[str, Shares]) -> tuple[Shares, dict[str, Shar
         if part != "free":
             so_far = np.concatenate([[0.0], np.cumsum(share * seconds)])
             until = np.stack([so_far[:-1], so_far[1:]], axis=1)
-            series[part] = np.diff(np.interp(edges, times.ravel(), until.ravel())) / np.diff(edges)
+            means = np.diff(np.interp(edges, times.ravel(), until.ravel())) / np.diff(edges)
+            series[part] = means.round(9)  # what the sums added to the last digits
     series["free"] = 1 - np.sum(list(series.values()), axis=0)
     return edges - edges[0], series
 

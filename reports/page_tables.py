@@ -8,7 +8,7 @@ from kvbench.reports.contests import Contest, contests, focus, reference
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import OK, Group, Results, Row
 from kvbench.reports.tables import COLUMNS, Table, summary
-from kvbench.reports.words import DASH, number, percent, ratio_decimals, sentence_case, times
+from kvbench.reports.words import DASH, number, percent, ratio_decimals, sentence_case
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +115,21 @@ def duel_table(results: Results) -> Grid | None:
         return None
     main = reference(results.variants)
     found = [duel for other in results.variants if other != main for duel in contests(results, main, other)]
-    heads = ("more out tok/s", "less", "load", "ratio", f"{percent(0.95)} interval", "paired repeats", "verdict")
+    heads = ("out tok/s of", "÷ that of", "load", "ratio", f"{percent(0.95)} interval", "paired repeats", "verdict")
     rows = tuple(_duel(results, duel) for duel in found)
     return Grid("", tuple(Head(head, head in (*heads[:3], "verdict")) for head in heads), rows) if rows else None
 
 
 def _duel(results: Results, duel: Contest) -> tuple[Cell, ...]:
-    decimals, effect = ratio_decimals(duel.effect), duel.effect
+    effect = duel.effect
+    decimals = ratio_decimals(effect.low, effect.high)
     interval = DASH if effect.low is None else f"{number(effect.low, decimals)} to {number(effect.high, decimals)}"
     verdict = "proven" if duel.proven else "needs two repeats" if effect.low is None else "no proven difference"
-    assert effect.value is not None
     return (
         Cell(sentence_case(results.name(duel.winner)), f"text {looks(results)[duel.winner].token}"),
         Cell(results.name(duel.loser), "text"),
         Cell(str(duel.load), "text"),
-        Cell(times(effect.value, decimals)),
+        Cell(duel.ratio),
         Cell(interval),
         Cell(str(effect.n)),
         Cell(verdict, "text"),

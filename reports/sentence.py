@@ -103,9 +103,13 @@ def _compared(results: Results, able: Sequence[Variant]) -> Finding:
 def _fixed(results: Results, load: Load, variants: Sequence[Variant]) -> str:
     """Running peak and what became of the memory: no interval needed, a seed fixes them."""
     groups = {results.name(variant): results.at(variant, load, results.middle) for variant in variants}
-    running = [f"{name} ran {_span(group)}" for name, group in groups.items() if group.values("peak_running")]
+    running = [(name, _span(group)) for name, group in groups.items() if group.values("peak_running")]
     used, wasted = _shares(groups, "kv_utilisation_mean"), _shares(groups, "kv_fragmentation_mean")
-    said = f"At {load}{_where(results)}, {listing(running)} at once." if running else ""
+    said = ""
+    if running:
+        (name, most), *others = running
+        at_once = [f"{name} ran {most} {'request' if most == '1' else 'requests'} at once"]
+        said = f"At {load}{_where(results)}, {', '.join(at_once + [' '.join(other) for other in others])}."
     if used:
         said += f" Of the KV memory, tokens filled {used} on average"
         said += f"; of what was held, {wasted} was wasted." if wasted else "."
@@ -120,10 +124,10 @@ def _shares(groups: dict[str, Group], column: str) -> str:
 
 
 def _span(group: Group) -> str:
-    """`16 requests`, `5 to 6 requests` where the seeds differ."""
+    """`16`, or `5 to 6` where the seeds differ."""
     values = [int(value) for value in group.values("peak_running")]
     low, high = min(values), max(values)
-    return count(high, "request") if low == high else f"{low:,} to {count(high, 'request')}"
+    return f"{high:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _headline(results: Results, main: Variant, other: Variant) -> str:
@@ -182,7 +186,7 @@ def _placed(judged: Sequence[Contest], proven: Sequence[Contest], subject: str) 
         return f"{subject} {'at every load measured, ' if len(judged) > 1 else ''}{_loads(judged)}"
     if len(judged) - len(proven) == judged.index(proven[0]):
         start = f"from {proven[0].load} on," if len(proven) > 1 else f"at {proven[0].load}"
-        before = f"up to {unproven[-1].load}," if len(unproven) > 1 else f"at {unproven[0].load}"
+        before = f"up to {unproven[-1].load}," if len(unproven) > 1 else f"at {unproven[0].load},"
         return f"{start} {subject}; {before} no proven difference"
     return f"{subject} at {listing([str(contest.load) for contest in proven])}; elsewhere no proven difference"
 
@@ -210,7 +214,7 @@ def _proof(results: Results, main: Variant, other: Variant) -> str:
         pair = f"{results.name(main)} and {results.name(other)}"
         unproven = f"Between {pair} no difference in output tokens/s is proven"
         return f"{unproven}; if there is one, it is smaller than {bounds} ({pairs})."
-    decimals = ratio_decimals(contest.effect)
+    decimals = ratio_decimals(contest.effect.low, contest.effect.high)
     low, high = number(contest.effect.low, decimals), number(contest.effect.high, decimals)
     pairs = count(contest.effect.n, "paired repeat")
     return f"{start} ({percent(0.95)} interval {low} to {high}, {pairs})."

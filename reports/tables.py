@@ -11,10 +11,14 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvbench.metrics.stats import Interval
 from kvbench.reports.groups import Context, Group, Results, Variant
 from kvbench.reports.words import number, plain, sentence_case
+
+if TYPE_CHECKING:
+    import rich.table
 
 FORMATS = ("table", "markdown", "csv", "json")
 
@@ -110,7 +114,7 @@ def render(results: Results, fmt: str = "table", width: int = 80) -> str:
     if fmt == "json":
         return json.dumps(records(results), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     tables = summary(results)
-    return "\n".join(_markdown(table) if fmt == "markdown" else _text(table, width) for table in tables)
+    return "\n".join(map(_markdown, tables)) if fmt == "markdown" else _text(tables, width)
 
 
 def records(results: Results) -> list[dict[str, Value]]:
@@ -180,29 +184,34 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _text(table: Table, width: int) -> str:
+def _text(tables: Sequence[Table], width: int) -> str:
     """Plain text. On a narrow terminal the columns that matter least make room, and are named."""
-    import rich.table
     from rich.console import Console
 
     out = io.StringIO()
     console = Console(file=out, width=10_000, color_system=None, force_terminal=False, legacy_windows=False)
     columns, left_out = list(COLUMNS), list[str]()
-    while True:
-        drawn = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for head in [*table.label_heads, *(column.head for column in columns)]:
-            drawn.add_column(
-                head.replace("- ", "-\n").replace(" ", "\n"), justify="right", no_wrap=True, vertical="bottom"
-            )
-        for group in table.groups:
-            drawn.add_row(*_cells(table, columns, group))
-        least = min((column for column in columns if column.drop), key=lambda column: column.drop, default=None)
-        if least is None or console.measure(drawn).maximum <= width:
+    for column in sorted((column for column in COLUMNS if column.drop), key=lambda column: column.drop):
+        if all(console.measure(_drawn(table, columns)).maximum <= width for table in tables):
             break
-        columns.remove(least)
-        left_out.append(least.head)
-    console.print(table.title, markup=False, highlight=False, soft_wrap=True)
-    console.print(drawn, soft_wrap=True)
+        columns.remove(column)
+        left_out.append(column.head)
+    for table in tables:
+        console.print(table.title, markup=False, highlight=False)
+        console.print(_drawn(table, columns))
+        console.print()
     if left_out:
-        console.print(f"(no room for: {', '.join(left_out)})", markup=False, highlight=False, soft_wrap=True)
-    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+        console.print(f"(no room for: {', '.join(left_out)})", markup=False, highlight=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n") + "\n"
+
+
+def _drawn(table: Table, columns: Sequence[Column]) -> rich.table.Table:
+    import rich.table
+
+    drawn = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in (*table.label_heads, *(column.head for column in columns)):
+        words = head.replace("- ", "-\n").replace(" ", "\n")
+        drawn.add_column(words, justify="right", no_wrap=True, vertical="bottom")
+    for group in table.groups:
+        drawn.add_row(*_cells(table, columns, group))
+    return drawn

@@ -1,4 +1,4 @@
-"""What a sweep prints when it ends: context, tables, warnings, what was found, and where the page is. Plain text."""
+"""What a sweep prints when it ends: context, tables, warnings, what was found and where the page is, in plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.reports.words import THIN
 
 
 def closing(folder: RunFolder, report: Path | None = None, width: int = 80) -> str:
-    """The last words of a run, at most `width` characters wide except where a table needs more; `report` is the page."""
+    """The last words of a run, `width` characters wide except where a table needs more; `report` is the page."""
     results = Results.of(folder)
     parts = [
         _wrapped(f"{evidence(results)}: {', '.join(headline_facts(folder, results))}", width),
@@ -37,11 +37,6 @@ def warnings(folder: RunFolder, results: Results) -> list[str]:
 
 def _wrapped(text: str, width: int, bullet: str = "") -> str:
     lines = textwrap.wrap(
-        " ".join(text.replace(THIN, "\u00a0").split(" ")),
-        width - len(bullet),
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, initial_indent=bullet, subsequent_indent=" " * len(bullet), break_on_hyphens=False
     )
-    return "".join(f"{bullet if not i else ' ' * len(bullet)}{line}\n" for i, line in enumerate(lines)).replace(
-        "\u00a0", " "
-    )
+    return "".join(f"{line}\n" for line in lines)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbench.metrics.stats import Interval
-
 DASH = "–"
 THIN = "\u202f"
 """A narrow no-break space, before % and ×."""
@@ -34,10 +32,10 @@ def times(ratio: float, decimals: int = 2) -> str:
     return f"{number(ratio, decimals)}{THIN}×"
 
 
-def ratio_decimals(ratio: Interval) -> int:
-    """Two, or as many more (up to four) as keep a bound that is not 1 from looking like 1."""
-    bounds = [bound for bound in (ratio.low, ratio.high) if bound is not None and bound != 1]
-    return next((d for d in (2, 3) if all(round(bound, d) != 1 for bound in bounds)), 4)
+def ratio_decimals(*ratios: float | None) -> int:
+    """Two, or as many more (up to four) as keep a ratio that is not 1 from looking like 1."""
+    unequal = [ratio for ratio in ratios if ratio is not None and ratio != 1]
+    return next((decimals for decimals in (2, 3) if all(round(ratio, decimals) != 1 for ratio in unequal)), 4)
 
 
 def listing(items: Sequence[str]) -> str:

@@ -35,6 +35,14 @@ def make_pool(kind: str, pool_tokens: int, max_model_len: int) -> Pool:
     return Slots(pool_tokens, max_model_len, kind)
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`, counted out."""
+    power = 1
+    while power < n:
+        power *= 2
+    return power
+
+
 def rows_of(pool: Pool, sequence: Sequence, count: int) -> list[int]:
     """Where the first `count` positions of a sequence lie in the arena."""
     if isinstance(pool, Slots):

@@ -1,9 +1,12 @@
-"""Backends put together for tests on a device: clean ones over NaN-filled memory, and broken ones that must be caught."""
+"""Backends put together for tests on a device, over NaN-filled memory; and ways to break one that must be noticed."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,37 +16,35 @@ from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import Arena, KVShape
 from kvbench.engine.clock import WallClock
 from kvbench.engine.engine import Engine, serve
+from kvbench.engine.interfaces import Cache
 from kvbench.engine.model import BoundModel
 from kvbench.engine.runner import ModelRunner
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import Request, Sequence
+from kvbench.engine.types import Batch, Request, Sequence
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
 from kvbench.paged.cache import BlockCache
 from kvbench.workloads.load import ClosedLoop
 
+AnyAllocator = TypeVar("AnyAllocator", bound=Slots | BlockPool)
 
-class InterruptedSlots(Slots):
-    """Contiguous memory that pretends to be short: every `every`-th time a running sequence asks, it is refused. Whole
-    ranges never grow, so nothing else preempts a contiguous sequence."""
 
-    def __init__(self, pool_tokens: int, max_model_len: int, policy: str = "max", *, every: int) -> None:
-        super().__init__(pool_tokens, max_model_len, policy)
-        self._every = every
-        self._asked = 0
+def interrupted(allocator: AnyAllocator, fails: Callable[[int], bool]) -> AnyAllocator:
+    """`allocator`, but the n-th time (from 1) that a running sequence asks for rows it is refused where `fails(n)`: the
+    one way to preempt a contiguous sequence, whose range never has to grow."""
+    reserve, asked = allocator.reserve, itertools.count(1)
 
-    def reserve(self, sequence: Sequence, rows: int) -> bool:
-        if sequence.computed:
-            self._asked += 1
-            if self._asked % self._every == 0:
-                return False
-        return super().reserve(sequence, rows)
+    def sometimes(sequence: Sequence, rows: int) -> bool:
+        return not (sequence.computed and fails(next(asked))) and reserve(sequence, rows)
+
+    allocator.reserve = sometimes  # type: ignore[method-assign]
+    return allocator
 
 
 class MisplacedSlots(Slots):
-    """From its `good`-th look-up on, every range seems to begin one row later than it does."""
+    """After `good` look-ups every range seems to begin one row later than it does."""
 
-    good = 200
+    good = 100
 
     def base(self, sequence: Sequence) -> int:
         self.good -= 1
@@ -51,30 +52,63 @@ class MisplacedSlots(Slots):
 
 
 class MisplacedBlocks(BlockPool):
-    """From its `good`-th look-up on, the first entry of every table names the block after the right one."""
+    """After `good` look-ups the first entry of every table names the block after the right one."""
 
-    good = 40
+    good = 20
 
     def table(self, sequence: Sequence) -> list[int]:
         self.good -= 1
         first, *others = super().table(sequence)
-        return [first % self.blocks + (1 if self.good < 0 else 0), *others] if self.good < 0 else [first, *others]
+        return [first % self.blocks + 1 if self.good < 0 else first, *others]
 
 
 class SlippingArena(Arena):
-    """Stores the first token of every batch one row too far, in one layer."""
+    """In its last layer, the first token of every batch is stored one row too far."""
 
     def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        if layer == 1:
+        if layer == self.shape.layers - 1:
             rows = rows.clone()
             rows[0] += 1
         super().write(layer, rows, k, v)
 
 
+class ForgetfulCache:
+    """Serves attention without one of its options, which it notes in `seen`."""
+
+    def __init__(self, cache: Cache, option: str) -> None:
+        self._cache = cache
+        self._option = option
+        self.seen: list[object] = []
+
+    def begin(self, batch: Batch) -> None:
+        self._cache.begin(batch)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        options = {"window": window, "softcap": softcap, "sinks": sinks}
+        self.seen.append(options.pop(self._option))
+        return self._cache.attend(layer, q, k, v, scale=scale, **options)  # type: ignore[arg-type]
+
+
 def arena_for(
-    allocator: Slots | BlockPool, shape: KVShape, dtype: torch.dtype, fill: float = math.nan, kind: type[Arena] = Arena
+    allocator: Slots | BlockPool,
+    shape: KVShape,
+    dtype: torch.dtype = torch.float32,
+    *,
+    fill: float = math.nan,
+    kind: type[Arena] = Arena,
 ) -> Arena:
-    """The allocator's memory on the CPU, the padding block or one spare row included."""
+    """The allocator's memory on the CPU, and the padding block or one row more."""
     padding = allocator.block_size if isinstance(allocator, BlockPool) else 1
     return kind(shape, allocator.pool_tokens + padding, dtype, torch.device("cpu"), fill=fill)
 
@@ -91,12 +125,13 @@ def answer(
     *,
     new_tokens: int,
     limits: Limits,
-    arena: Arena | None = None,
+    cache: Cache | None = None,
 ) -> Run:
     """Serve all prompts at once, each for exactly `new_tokens` tokens, which the records keep."""
     requests = [
         Request(number, tuple(prompt), new_tokens, output_tokens=new_tokens) for number, prompt in enumerate(prompts)
     ]
-    cache = cache_for(allocator, arena or arena_for(allocator, model.kv, model.dtype))
+    if cache is None:
+        cache = cache_for(allocator, arena_for(allocator, model.kv, model.dtype))
     engine = Engine(allocator, ModelRunner(model, cache), limits, save_tokens=True)
     return serve(ClosedLoop(requests, len(requests)), engine, WallClock())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from fakes import KINDS, FakeExecutor, Piece, Served, answer, make_pool, request, serve_on
+from fakes import KINDS, FakeExecutor, Pool, Served, answer, make_pool, power_of_two, request, serve_on
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from kvbench.engine.scheduler import Limits
 from kvbench.engine.types import Batch, Request, Sampled, Ticket, Usage
 from kvbench.errors import CellError, CellOutOfMemory
 from kvbench.metrics.memory import split
-from kvbench.metrics.records import FAILED, FINISHED, REJECTED, UNFINISHED, Hold, RequestRecord
+from kvbench.metrics.records import FAILED, FINISHED, REJECTED, UNFINISHED, Hold
 from kvbench.workloads.load import ClosedLoop, OpenLoop
 
 
@@ -62,13 +62,6 @@ class Cell:
         elif self.pool_tokens < (limit if self.kind == "max" else power_of_two(limit)):
             return REJECTED, prompt, []
         return FINISHED, prompt, output
-
-
-def power_of_two(n: int) -> int:
-    power = 1
-    while power < n:
-        power *= 2
-    return power
 
 
 @st.composite
@@ -133,7 +126,10 @@ def check_times(served: Served) -> None:
     run, batches = served.run, served.batches
     for record in run.requests:
         mine = [
-            (step, piece) for step, batch in zip(run.steps, batches, strict=True) for piece in batch_of(record, batch)
+            (run.steps[number], piece)
+            for number, batch in enumerate(batches)
+            for piece in batch
+            if piece.id == record.request
         ]
         assert record.token_s == [step.end_s for step, piece in mine if piece.samples]
         assert all(early < late for early, late in pairwise(record.token_s))
@@ -144,10 +140,6 @@ def check_times(served: Served) -> None:
         assert record.preemptions == max(0, sum(piece.start == 0 for _, piece in mine) - 1)
         assert record.sent_s == record.scheduled_s <= (run.end_s if record.admitted_s is None else record.admitted_s)
     assert all(before.end_s <= after.start_s < after.end_s <= run.end_s for before, after in pairwise(run.steps))
-
-
-def batch_of(record: RequestRecord, batch: list[Piece]) -> list[Piece]:
-    return [piece for piece in batch if piece.id == record.request]
 
 
 def check_steps(cell: Cell, served: Served) -> None:
@@ -161,10 +153,8 @@ def check_steps(cell: Cell, served: Served) -> None:
     computed: dict[int, int] = {}
     for step, batch in zip(steps, batches, strict=True):
         assert 1 <= step.sequences == len(batch) == step.running <= cell.limits.max_sequences
-        assert all(piece.start in (0, computed.get(piece.id)) for piece in batch)
-        assert all(
-            piece.start < piece.end <= piece.known and piece.samples == (piece.end == piece.known) for piece in batch
-        )
+        assert all(p.start in (0, computed.get(p.id)) for p in batch)
+        assert all(p.start < p.end <= p.known and p.samples == (p.end == p.known) for p in batch)
         computed.update({piece.id: piece.end for piece in batch})
         decode = [p for p in batch if p.samples and p.end - p.start == 1 and generated[p.id]]
         for piece in batch:
@@ -176,10 +166,12 @@ def check_steps(cell: Cell, served: Served) -> None:
         assert step.context_tokens == sum(piece.end for piece in batch)
         assert step.attended_pairs == sum(position + 1 for p in batch for position in range(p.start, p.end))
         assert step.host_s == step.device_s == (step.end_s - step.start_s) / 2
+    admitted = list(dict.fromkeys(piece.id for batch in batches for piece in batch))
+    assert admitted == sorted(admitted, key=lambda id: (served.run.requests[id].scheduled_s, id)), "somebody overtook"
     turns = [batch[0].id for batch in batches]
     assert len(set(turns)) == bool(turns) + sum(before != after for before, after in pairwise(turns))
-    served_requests = [one for one in served.run.requests if one.status != REJECTED]
-    assert len(steps) <= sum(one.input_tokens + one.output_tokens - 1 for one in served_requests)
+    accepted = [one for one in served.run.requests if one.status != REJECTED]
+    assert len(steps) <= sum(one.input_tokens + one.output_tokens - 1 for one in accepted)
     assert sum(step.preemptions for step in steps) == sum(one.preemptions for one in served.run.requests)
 
 
@@ -267,15 +259,17 @@ def test_an_overload_shows_in_what_waits(kind: str) -> None:
     requests = tuple(request(number, 16, 8, scheduled_s=number * 2**-6) for number in range(50))
     run = Cell(kind, 64, Limits(24), requests, 0).serve().run
     waiting = [step.waiting for step in run.steps if step.end_s <= requests[-1].scheduled_s]
-    assert all(later >= early - 1 for early, later in pairwise(waiting))
-    assert waiting[0] == 0 and waiting[-1] > 15
+    third = len(waiting) // 3
+    assert waiting[0] == 0 and max(waiting[:third]) < min(waiting[third:-third]) < min(waiting[-third:])
     assert max(one.admitted_s - one.scheduled_s for one in run.requests if one.admitted_s is not None) > 0.5
 
 
 class Breaking(FakeExecutor):
     """Breaks at its fourth batch, in the verb that `when` names."""
 
-    when = ""
+    def __init__(self, pool: Pool, when: str) -> None:
+        super().__init__(pool)
+        self.when = when
 
     def launch(self, batch: Batch, now_s: float) -> Ticket:
         if self.when == "launch" and batch.step == 3:
@@ -292,14 +286,12 @@ class Breaking(FakeExecutor):
 @pytest.mark.parametrize("kind", ["paged-3", "declared"])
 def test_a_run_that_breaks_off_leaves_whole_books(when: str, kind: str) -> None:
     pool = make_pool(kind, 64, 16)
-    executor = Breaking(pool)
-    executor.when = when
-    engine = Engine(pool, executor, Limits(16, 8))
+    engine = Engine(pool, Breaking(pool, when), Limits(16, 8))
     load = ClosedLoop([request(number, 5, 1 + 3 * number) for number in range(4)], 3)
     with pytest.raises(CellError):
         serve(load, engine, VirtualClock())
     run = engine.run(engine.steps[-1].end_s)
-    assert [one.status for one in run.requests] == [FINISHED, UNFINISHED, UNFINISHED]
+    assert [one.status for one in run.requests] == [FINISHED] + [UNFINISHED] * 3
     assert [one.output_tokens for one in run.requests] == [len(one.token_s) for one in run.requests]
     assert len(run.steps) == 3 and split(run).pool.tolist() == [64] * 3
     assert pool.usage() == Usage(0, 0, 64)

@@ -1,9 +1,12 @@
 """The engine's greedy tokens are those of transformers' own `generate`, for every family, on both backends, through
-chunked prefills, mixed steps and preemptions, over memory that was NaN until somebody wrote it."""
+chunked prefills, mixed steps and preemptions, over memory that is NaN until somebody writes it."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
+import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from fakes_device import InterruptedSlots, MisplacedBlocks, MisplacedSlots, SlippingArena, answer, arena_for
-from tiny_models import FAMILY_FIELDS, VOCAB, Pair, tiny_config, tiny_pair
+from fakes_device import (
+    ForgetfulCache,
+    MisplacedBlocks,
+    MisplacedSlots,
+    SlippingArena,
+    answer,
+    arena_for,
+    cache_for,
+    interrupted,
+)
+from tiny_models import FAMILY_FIELDS, VOCAB, WINDOW, Pair, tiny_config, tiny_pair
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvbench.contiguous.slots import Slots
@@ -23,19 +35,22 @@ from kvbench.errors import KvbenchError
 from kvbench.metrics.records import FINISHED, Run
 from kvbench.paged.blocks import BlockPool
 
+NEAR_TIE = 1e-4
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (3, 40, 11, 26, 17, 5)
 LIMITS = Limits(max_model_len=max(PROMPT_LENGTHS) + NEW_TOKENS, max_batched_tokens=16, max_sequences=4)
-NEAR_TIE = 1e-4
-BACKENDS: dict[str, Callable[[], Slots | BlockPool]] = {
-    "contiguous": lambda: InterruptedSlots(3 * LIMITS.max_model_len, LIMITS.max_model_len, every=61),
+POOL = 3 * LIMITS.max_model_len
+
+Allocators = Slots | BlockPool
+BACKENDS: dict[str, Callable[[], Allocators]] = {
+    "contiguous": lambda: interrupted(Slots(POOL, LIMITS.max_model_len), lambda asked: asked % 61 == 0),
     "paged": lambda: BlockPool(240, block_size=3),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What `generate` answers: tokens [prompts, n] and, for each, how far its logit is above the second best."""
+    """What `generate` answers: tokens [prompts, n] and, for each, how far its logit lies above the second best."""
 
     tokens: list[list[int]]
     margins: list[list[float]]
@@ -45,17 +60,13 @@ class Expected:
         return sum(margin < NEAR_TIE for margins in self.margins for margin in margins)
 
 
-def expected(reference: Any, prompts: list[list[int]], new_tokens: int) -> Expected:
+def generate(reference: Any, prompts: list[list[int]], new_tokens: int) -> Expected:
     """Greedy answers of a model of transformers, the prompts padded on the left into one batch."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
+        do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
     reference.generation_config.eos_token_id = None
     with torch.inference_mode():
@@ -64,11 +75,11 @@ def expected(reference: Any, prompts: list[list[int]], new_tokens: int) -> Expec
     return Expected(made.sequences[:, longest:].tolist(), (best[..., 0] - best[..., 1]).tolist())
 
 
-def departures(run: Run, right: Expected) -> list[str]:
+def departures(run: Run, expected: Expected) -> list[str]:
     """Where an answer leaves the expected one at a token that was no near-tie. A near-tie may turn either way, and what
     follows it is another text."""
     found = []
-    for record, tokens, margins in zip(run.requests, right.tokens, right.margins, strict=True):
+    for record, tokens, margins in zip(run.requests, expected.tokens, expected.margins, strict=True):
         assert record.output_token_ids is not None and len(record.output_token_ids) == len(tokens)
         for at, (ours, theirs, margin) in enumerate(zip(record.output_token_ids, tokens, margins, strict=True)):
             if ours != theirs:
@@ -80,62 +91,139 @@ def departures(run: Run, right: Expected) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A family's models, the prompts put to them and the answers of the reference."""
+    """A family's two models, the prompts put to them and the answers of the reference."""
 
     pair: Pair
     prompts: list[list[int]]
-    right: Expected
+    expected: Expected
 
 
 @functools.cache
 def case(family: str) -> Case:
     pair, draw = tiny_pair(family), random.Random(1)
     prompts = [[draw.randrange(VOCAB) for _ in range(length)] for length in PROMPT_LENGTHS]
-    return Case(pair, prompts, expected(pair.reference, prompts, NEW_TOKENS))
+    return Case(pair, prompts, generate(pair.reference, prompts, NEW_TOKENS))
 
 
 def assert_eventful(run: Run) -> None:
-    """The records prove that prompts were cut, that prefill and decode shared steps, and that a sequence lost its
-    memory in the middle of its answer and still finished."""
-    budget = LIMITS.max_batched_tokens
-    assert all(step.prefill_tokens + step.decode_tokens <= budget for step in run.steps)
-    assert any(request.input_tokens > budget for request in run.requests)
+    """The records prove that a prompt was cut, that prefill and decode shared a step, and that a sequence lost its
+    memory in the middle of its answer; all the same, every answer is whole."""
+    assert all(request.status == FINISHED and request.output_tokens == NEW_TOKENS for request in run.requests)
+    assert all(step.prefill_tokens + step.decode_tokens <= LIMITS.max_batched_tokens for step in run.steps)
+    assert any(request.input_tokens > LIMITS.max_batched_tokens for request in run.requests)
     assert any(step.prefill_tokens and step.decode_tokens for step in run.steps)
     assert sum(step.preemptions for step in run.steps) == sum(request.preemptions for request in run.requests) > 0
-    asked = {request.request: request for request in run.requests}
-    assert any(
-        asked[hold.request].input_tokens < hold.final_tokens < asked[hold.request].input_tokens + NEW_TOKENS - 1
-        for hold in run.holds
-    )
-    assert all(request.status == FINISHED and request.output_tokens == NEW_TOKENS for request in run.requests)
+    prompt = {request.request: request.input_tokens for request in run.requests}
+    assert any(prompt[hold.request] < hold.final_tokens < prompt[hold.request] + NEW_TOKENS - 1 for hold in run.holds)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_tokens_equal_those_of_generate(family: str, backend: str) -> None:
     this = case(family)
-    assert all(len(tokens) == NEW_TOKENS and len(set(tokens)) >= 20 for tokens in this.right.tokens)
+    assert all(len(tokens) == NEW_TOKENS for tokens in this.expected.tokens)
+    assert min(len(set(tokens)) for tokens in this.expected.tokens) >= 20
     run = answer(this.pair.model, BACKENDS[backend](), this.prompts, new_tokens=NEW_TOKENS, limits=LIMITS)
     assert_eventful(run)
-    total = len(this.prompts) * NEW_TOKENS
-    print(f"{family}, {backend}: {this.right.near_ties} near-ties in {total} tokens")
-    assert this.right.near_ties < total / 100
-    assert departures(run, this.right) == []
+    tokens = len(this.prompts) * NEW_TOKENS
+    print(f"{family}, {backend}: {this.expected.near_ties} of {tokens} tokens are near-ties")
+    assert this.expected.near_ties < tokens / 100
+    assert departures(run, this.expected) == []
 
 
-def test_every_family_has_a_tiny_model() -> None:
+def test_every_measured_family_is_compared() -> None:
     assert set(FAMILY_FIELDS) == FAMILIES
 
 
-def test_windows_caps_and_sinks_are_no_decoration() -> None:
-    """The tiny configurations switch on what a family can do to attention."""
-    seen: dict[str, set[str]] = {}
-    for family in FAMILIES:
-        module = case(family).pair.model.module
-        for part in module.modules():
-            if getattr(part, "layer_idx", None) is None:
-                continue
-            for name in ("sliding_window", "attn_logit_softcapping", "sinks"):
-                if getattr(part, name, None) is not None:
-                    seen.setdefault(name, set()).add(family)
-    print(seen)
+@pytest.mark.parametrize("backend", ["contiguous", "paged"])
+def test_a_preemption_at_any_moment_changes_no_token(backend: str) -> None:
+    this, new_tokens = case("qwen3"), 8
+    limits = Limits(max_model_len=LIMITS.max_model_len, max_batched_tokens=7)
+    prompts = [this.prompts[number] for number in (0, 4, 2)]
+    expected = generate(this.pair.reference, prompts, new_tokens)
+    for moment in itertools.count(1):
+        clean = Slots(POOL, limits.max_model_len) if backend == "contiguous" else BlockPool(POOL, block_size=4)
+        allocator = interrupted(clean, functools.partial(operator.eq, moment))
+        run = answer(this.pair.model, allocator, prompts, new_tokens=new_tokens, limits=limits)
+        assert departures(run, expected) == []
+        if not any(request.preemptions for request in run.requests):
+            break
+    assert moment > len(prompts) * new_tokens
+
+
+def misplaced(kind: str) -> tuple[Allocators, type[Arena]]:
+    """A backend in which some row is not where it should be."""
+    if kind == "range one row off":
+        return MisplacedSlots(4 * LIMITS.max_model_len, LIMITS.max_model_len), Arena
+    if kind == "table entry one block off":
+        return MisplacedBlocks(600, block_size=3), Arena
+    if kind == "contiguous write one row off":
+        return Slots(4 * LIMITS.max_model_len, LIMITS.max_model_len), SlippingArena
+    assert kind == "paged write one row off"
+    return BlockPool(600, block_size=3), SlippingArena
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "range one row off",
+        "table entry one block off",
+        "contiguous write one row off",
+        "paged write one row off",
+    ],
+)
+def test_a_wrong_row_is_noticed(family: str, kind: str) -> None:
+    this = case(family)
+    allocator, arena = misplaced(kind)
+    cache = cache_for(allocator, arena_for(allocator, this.pair.model.kv, fill=0.0, kind=arena))
+    run = answer(this.pair.model, allocator, this.prompts, new_tokens=NEW_TOKENS, limits=LIMITS, cache=cache)
+    assert departures(run, this.expected)
+
+
+WINDOWED = "qwen2 qwen3 qwen3_moe mistral mixtral phi3 gemma2 gemma3_text gpt_oss starcoder2 smollm3".split()
+
+
+@pytest.mark.parametrize(
+    ("family", "option"), [*((family, "window") for family in WINDOWED), ("gemma2", "softcap"), ("gpt_oss", "sinks")]
+)
+def test_a_forgotten_option_of_attention_is_noticed(family: str, option: str) -> None:
+    """The comparison above would mean little if windows, soft caps and sinks changed no token."""
+    this = case(family)
+    allocator = Slots(4 * LIMITS.max_model_len, LIMITS.max_model_len)
+    cache = ForgetfulCache(cache_for(allocator, arena_for(allocator, this.pair.model.kv)), option)
+    run = answer(this.pair.model, allocator, this.prompts, new_tokens=NEW_TOKENS, limits=LIMITS, cache=cache)
+    assert departures(run, this.expected)
+    assert any(value is not None for value in cache.seen)
+    if option == "window":
+        assert {value for value in cache.seen if value is not None} == {WINDOW}
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_a_family_known_not_to_work_is_refused_by_name(family: str) -> None:
+    with pytest.raises(KvbenchError, match=f"^model type '{family}' cannot be measured: .+$"):
+        check_family(AutoConfig.for_model(family))
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "bamba", "phi", "cohere2"])
+def test_a_family_never_compared_is_refused_by_name(family: str) -> None:
+    with pytest.raises(KvbenchError, match=f"^model type '{family}' cannot be measured: .*have not been compared.*$"):
+        check_family(AutoConfig.for_model(family))
+
+
+def test_a_model_whose_layers_go_around_our_attention_is_refused() -> None:
+    register()
+    module = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=ATTENTION)
+    stray = module.model.layers[1].self_attn
+    stray.config = copy.deepcopy(stray.config)
+    stray.config._attn_implementation = "eager"
+    with pytest.raises(KvbenchError, match=r"^model type 'llama' cannot be measured: its layers do not each pass"):
+        BoundModel(module, module.config)
+
+
+def test_a_model_that_never_asks_for_our_attention_is_refused() -> None:
+    register()
+    config = AutoConfig.for_model("bloom", hidden_size=32, n_head=4, n_layer=2, vocab_size=99)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    with pytest.raises(KvbenchError, match=r"^model type 'bloom' cannot be measured: its layers do not each pass"):
+        BoundModel(module, config)

@@ -130,8 +130,9 @@ def test_a_preempted_sequence_that_no_longer_fits_fails_and_does_not_block_the_q
 @pytest.mark.parametrize("name", ["max_model_len", "max_batched_tokens", "max_sequences"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_limits_below_one_are_refused(name: str, value: int) -> None:
+    change: dict[str, Any] = {name: value}
     with pytest.raises(KvbenchError, match=f"{name} must be at least 1, not {value}"):
-        replace(Limits(8), **{name: value})
+        replace(Limits(8), **change)
 
 
 def test_the_request_that_cannot_end_fails_and_the_others_go_on() -> None:  # nano-vllm#274
@@ -230,7 +231,7 @@ def test_a_rejected_request_frees_its_client(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["paged-3", "max", "declared"])
 def test_an_answer_ends_with_its_stop_token(kind: str) -> None:  # sglang#24254
     asked = request(0, 10, 64, output_tokens=None, stop_ids=frozenset({2}))
-    pool = make_pool(kind, 100, 80)
+    pool = make_pool(kind, 128, 80)
     run, *_ = serve_on(pool, ClosedLoop([asked], 1), Limits(80), token=lambda known: 2 if len(known) == 16 else 7)
     (record,) = run.requests
     assert (record.status, record.reason, record.output_tokens) == (FINISHED, "stop", 7)

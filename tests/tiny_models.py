@@ -66,7 +66,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": WINDOW, "layer_types": MIXED_LAYERS, "query_pre_attn_scalar": 16},
     "gpt_oss": {**EXPERTS, "sliding_window": WINDOW, "layer_types": MIXED_LAYERS},
     "gpt2": PLAIN_HEADS,
-    "opt": {**PLAIN_HEADS, "ffn_dim": 64, "word_embed_proj_dim": 96, "init_std": 0.4},
+    "opt": {**PLAIN_HEADS, "ffn_dim": 64, "word_embed_proj_dim": 96, "init_std": 0.3},
     "gpt_neox": PLAIN_HEADS,
     "olmo2": {"hidden_size": 96, "initializer_range": 2.0},
     "granite": {
@@ -83,6 +83,8 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "smollm3": {"hidden_size": 96, "no_rope_layer_interval": 2, **SOME_WINDOWS},
 }
 
+SEEDS = {"opt": 3}  # the weights of seed 1 soon repeat themselves
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -97,11 +99,11 @@ def tiny_config(family: str, **fields: Any) -> PretrainedConfig:
     return AutoConfig.for_model(family, **(COMMON | FAMILY_FIELDS.get(family, {}) | fields))
 
 
-def tiny_pair(family: str, seed: int = 1) -> Pair:
+def tiny_pair(family: str) -> Pair:
     """Two separately built models of a family with equal weights."""
     quiet()
     register()
-    torch.manual_seed(seed)
+    torch.manual_seed(SEEDS.get(family, 1))
     ours = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=ATTENTION)
     reference = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager")
     reference.load_state_dict(ours.state_dict())

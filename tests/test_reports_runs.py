@@ -1,0 +1,263 @@
+"""Small run folders made by hand for the tests of the reports, and how their cells become groups and tables.
+
+`serve` is a closed loop in miniature: so many slots, every request the same length, one token a step. Its numbers can
+be worked out on paper.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.metrics.records import FINISHED, REJECTED, Hold, RequestRecord, Run, StepRecord
+from kvbench.metrics.store import RunFolder
+from kvbench.metrics.summary import summarise
+from kvbench.reports.groups import Context, Load, Results, Variant
+from kvbench.reports.tables import render
+
+POOL = 80
+INPUT, OUTPUT = 4, 4  # 7 rows filled at the end
+HELD = {"contiguous": 16, "paged": 8}  # rows a request holds; it asked for all of them
+SLOTS = {"contiguous": 5, "paged": 10}
+
+
+def serve(backend: str, users: int, requests: int, step_s: float) -> Run:
+    """`requests` in waves of as many as `users` and slots allow; each takes OUTPUT steps of `step_s`."""
+    wave = min(users, SLOTS[backend])
+    records, steps, holds = [], [], []
+    for start in range(0, requests, wave):
+        members = range(start, min(start + wave, requests))
+        first_step = start // wave * OUTPUT
+        scheduled_s = 0.0 if start < users else first_step * step_s
+        tokens_s = [(first_step + i + 1) * step_s for i in range(OUTPUT)]
+        for id_ in members:
+            records.append(
+                RequestRecord(
+                    *(id_, scheduled_s, scheduled_s, INPUT, OUTPUT),
+                    admitted_s=first_step * step_s,
+                    first_s=tokens_s[0],
+                    last_s=tokens_s[-1],
+                    token_s=tokens_s,
+                    output_tokens=OUTPUT,
+                    status=FINISHED,
+                    reason="length",
+                )
+            )
+            holds.append(Hold(id_, first_step, first_step + OUTPUT, HELD[backend], HELD[backend], INPUT + OUTPUT - 1))
+        for i in range(OUTPUT):
+            n, held = len(members), len(members) * HELD[backend]
+            counts = (n, 0 if i else n * INPUT, n if i else 0, n, 0, 0, n, requests - members[-1] - 1, 0)
+            at_s = ((first_step + i) * step_s, (first_step + i + 1) * step_s)
+            steps.append(
+                StepRecord(first_step + i, *at_s, 0.0, step_s, *counts, POOL, n * (INPUT + i), held, POOL - held)
+            )
+    return Run(records, steps, holds, POOL, steps[-1].end_s)
+
+
+def refused(requests: int) -> Run:
+    """A run in which every request was rejected on arrival."""
+    return Run(
+        [RequestRecord(i, 0.0, 0.0, 99, 9, status=REJECTED, reason="too long") for i in range(requests)],
+        [],
+        [],
+        POOL,
+        1.0,
+    )
+
+
+def add(
+    folder: RunFolder,
+    backend: str,
+    users: int | None,
+    repeat: int,
+    run: Run | None = None,
+    *,
+    status: str = "ok",
+    price: float | None = None,
+    cell: str = "",
+    **columns: Any,
+) -> None:
+    """Store one cell as a sweep does."""
+    leading = {
+        "backend": backend,
+        "evidence": "measured",
+        "reserve": "max" if backend == "contiguous" else None,
+        "concurrency": users,
+        "request_rate": None,
+        "input_tokens": INPUT,
+        "output_tokens": OUTPUT,
+        "repeat": repeat,
+        "seed": 7 + repeat,
+        "window": None,
+        "status": status,
+        "reason": "",
+    }
+    numbers = {} if run is None else summarise(run, price_usd_per_hour=price)
+    name = cell or "-".join(
+        str(v) for v in (backend, columns.get("reserve"), users, columns.get("request_rate"), repeat) if v is not None
+    )
+    folder.write_cell(name, {**leading, **numbers, **columns}, run)
+
+
+def make(path: Path, **manifest: Any) -> RunFolder:
+    """An empty run of a small model."""
+    facts = {
+        "kvbench_version": "0.1.0",
+        "created": "2026-11-29T18:40:00+00:00",
+        "command": ["kvbench", "sweep", "--model", "SmolLM2-135M"],
+        "model": {"name": "SmolLM2-135M", "parameters": 134_515_008, "weights": "real", "dtype": "bfloat16"},
+        "device": {"name": "2 CPU cores", "kind": "cpu", "cores": 2, "memory_bytes": 8 << 30},
+        "environment": {"python": "3.11.2", "torch": "2.13.0", "transformers": "5.24.0"},
+        "kv": {"pool_tokens": POOL, "pool_bytes": 80 * 23_040, "block_size": 8, "max_model_len": 16},
+        "dataset": {"name": "random", "input": "4 tokens", "output": "4 tokens"},
+    }
+    return RunFolder.create(path, facts | manifest)
+
+
+def both(
+    path: Path, loads: Iterable[int] = (5, 10), repeats: int = 3, faster: float = 1.0, **manifest: Any
+) -> RunFolder:
+    """Both backends at each load. A step takes 0.1 s, 1 % more in each further repeat; paged steps are `faster`."""
+    folder = make(path, **manifest)
+    for users in loads:
+        for repeat in range(repeats):
+            for backend, speed in (("contiguous", 1.0), ("paged", faster)):
+                add(folder, backend, users, repeat, serve(backend, users, 20, 0.1 * (1 + repeat / 100) / speed))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return both(tmp_path / "run")
+
+
+def test_repeats_become_groups_in_the_order_asked(tmp_path: Path) -> None:
+    planned = [
+        {"backend": backend, "reserve": None if backend == "paged" else "max"} for backend in ("paged", "contiguous")
+    ]
+    results = Results.of(both(tmp_path / "run", cells=planned))
+    assert results.variants == (Variant("paged"), Variant("contiguous", "max"))
+    assert results.loads == (Load(5), Load(10))
+    assert results.contexts == (Context(INPUT, OUTPUT),)
+    assert [(results.name(g.variant), g.load.users, len(g.rows)) for g in results.groups] == [
+        *(("paged", 5, 3), ("paged", 10, 3), ("contiguous", 5, 3), ("contiguous", 10, 3))
+    ]
+
+
+def test_means_and_intervals_by_hand(folder: RunFolder) -> None:
+    """20 requests of 4 tokens in 4 waves of 5, each 4 steps: 80 tokens in 16 steps of 0.1, 0.101 and 0.102 s."""
+    speed = (
+        Results.of(folder).at(Variant("contiguous", "max"), Load(5), Context(INPUT, OUTPUT)).mean("output_tokens_per_s")
+    )
+    values = [50.0, 50 / 1.01, 50 / 1.02]
+    mean = sum(values) / 3
+    spread = (sum((value - mean) ** 2 for value in values) / 2) ** 0.5
+    assert speed.value == pytest.approx(mean)
+    assert speed.high == pytest.approx(mean + 4.302653 * spread / 3**0.5)  # t(2) at 97.5 %
+    assert speed.n == 3
+
+
+def test_failed_cells_are_counted_and_not_averaged(tmp_path: Path) -> None:
+    folder = both(tmp_path / "run", loads=[5])
+    add(folder, "paged", 5, 3, status="oom", reason="needs 9 bytes, has 8")
+    add(folder, "paged", 5, 4, refused(3), status="rejected", reason="no request finished")
+    group = Results.of(folder).at(Variant("paged"), Load(5), Context(INPUT, OUTPUT))
+    assert (len(group.ok), len(group.failed), group.mean("output_tokens_per_s").n) == (3, 2, 3)
+
+
+def test_the_same_cell_twice_is_a_variant_of_its_own(tmp_path: Path) -> None:
+    """vllm#54227: the second copy can be held against the first, and is no further repeat."""
+    folder = both(tmp_path / "run", loads=[5])
+    for repeat in range(3):
+        add(folder, "paged", 5, repeat, serve("paged", 5, 20, 0.1), cell=f"paged-5-{repeat}.2")
+    results = Results.of(folder)
+    assert [results.name(variant) for variant in results.variants] == ["contiguous", "paged", "paged (2)"]
+    assert all(len(group.rows) == 3 for group in results.groups)
+
+
+def test_policies_are_named_where_there_are_several(tmp_path: Path) -> None:
+    folder = both(tmp_path / "run", loads=[5])
+    add(folder, "contiguous", 5, 0, serve("contiguous", 5, 20, 0.1), reserve="declared")
+    results = Results.of(folder)
+    assert [results.name(v) for v in results.variants] == ["contiguous max", "contiguous declared", "paged"]
+
+
+def test_the_terminals_table_by_hand(tmp_path: Path) -> None:
+    """20 requests run in 4 waves of 5, each 4 steps of 0.1 s: 80 tokens in 1.6 s. 15 requests have their first token
+    after a step, the second wave waits for the first: after 0.5 s. 5 x 5.5 of 80 rows are used on average, and all are
+    held, 5 x (16 - 7) of them for nothing. $3.6 an hour for 50 tokens/s."""
+    folder = make(tmp_path / "run")
+    add(folder, "contiguous", 10, 0, serve("contiguous", 10, 20, 0.1), price=3.6)
+    text = render(Results.of(folder), "table", 200)
+    assert text.splitlines()[0] == "Contiguous, reserving max"
+    cells = text.splitlines()[-1].split()
+    assert cells == ["10", "20", "50.0", "100", "500", "100.0", "100.0", "34.4", "56.2", "0.0", "5", "20.000", "0"]
+
+
+def test_narrow_tables_say_what_they_leave_out(folder: RunFolder) -> None:
+    text = render(Results.of(folder), "table", 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "(no room for: requests" in text
+    assert "\x1b" not in text
+
+
+def test_a_missing_number_is_a_dash(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    add(folder, "paged", 5, 0, status="oom", reason="no room")
+    for fmt in ("table", "markdown"):
+        row = render(Results.of(folder), fmt, 200).splitlines()[-1].replace("|", " ").split()
+        assert row == ["5", *["–"] * 11, "1"]
+
+
+def test_markdown_has_a_table_per_backend(folder: RunFolder) -> None:
+    text = render(Results.of(folder), "markdown")
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("#")] == ["### Contiguous, reserving max", "### Paged"]
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_csv_and_json_keep_full_precision_in_base_units(folder: RunFolder) -> None:
+    results = Results.of(folder)
+    rows = json.loads(render(results, "json"), parse_constant=pytest.fail)
+    assert [(row["backend"], row["concurrency"], row["repeats"]) for row in rows] == [
+        *(("contiguous", 5, 3), ("contiguous", 10, 3), ("paged", 5, 3), ("paged", 10, 3))
+    ]
+    speed = results.groups[0].mean("output_tokens_per_s")
+    assert (rows[0]["output_tokens_per_s"], rows[0]["output_tokens_per_s_low"]) == (speed.value, speed.low)
+    assert rows[0]["usd_per_million_output_tokens"] is rows[0]["usd_per_million_output_tokens_low"] is None
+    table = list(csv.DictReader(io.StringIO(render(results, "csv"))))
+    assert float(table[0]["output_tokens_per_s_high"]) == speed.high
+    assert table[0]["usd_per_million_output_tokens"] == table[2]["reserve"] == ""
+    assert [list(row) for row in rows] == [list(row) for row in table]
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(A1)"])
+def test_csv_runs_no_formula(tmp_path: Path, name: str) -> None:
+    folder = make(tmp_path / "run")
+    add(folder, name, 5, 0, cell="a", status="failed")
+    (row,) = csv.DictReader(io.StringIO(render(Results.of(folder), "csv")))
+    assert row["backend"] == f"'{name}"
+
+
+def test_rates_and_contexts_label_the_rows(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    for tokens in (64, 128):
+        add(
+            folder,
+            "paged",
+            None,
+            0,
+            serve("paged", 5, 20, 0.1),
+            cell=f"i{tokens}",
+            request_rate=0.5,
+            input_tokens=tokens,
+        )
+    text = render(Results.of(folder), "table", 200)
+    assert "requests/s" in text
+    assert [line.split()[:3] for line in text.splitlines()[-2:]] == [["0.5", "64", "4"], ["0.5", "128", "4"]]

@@ -28,6 +28,7 @@ class Slots:
     def __init__(self, pool_tokens: int, max_model_len: int, policy: str = "max") -> None:
         if policy not in POLICIES:
             raise KvbenchError(f"unknown reservation policy {policy!r}; choose from {', '.join(POLICIES)}")
+        assert pool_tokens >= 0 and max_model_len >= 1, (pool_tokens, max_model_len)
         self.policy = policy
         self.max_model_len = max_model_len
         self.external_fragmentation_events = 0
@@ -61,14 +62,16 @@ class Slots:
         return min(prompt + power_of_two(request.output_tokens), self.max_model_len)
 
     def could_hold(self, sequence: Sequence, rows: int) -> bool:
-        asked = self.asked(sequence)
-        return rows <= asked and self._ranges.largest >= self._ranges.rounded(asked)
+        size = self._ranges.rounded(self.asked(sequence))
+        return rows <= size <= self._ranges.largest
 
     def reserve(self, sequence: Sequence, rows: int) -> bool:
         if held := self._accounts.held(sequence):
             return rows <= held
         asked = self.asked(sequence)
         size = self._ranges.rounded(asked)
+        if rows > size:
+            return False
         base = self._ranges.take(size)
         if base is None:
             if self._refused != sequence.id and self._accounts.usage().free >= size:
@@ -105,12 +108,12 @@ class EqualSlots:
         self._free = [slot * slot_tokens for slot in reversed(range(slots))]
 
     def rounded(self, rows: int) -> int:
-        """The size of the range that serves `rows`."""
-        return max(rows, self._slot_tokens)
+        """The size of the range that serves `rows`, which a slot does."""
+        return self._slot_tokens
 
     def take(self, size: int) -> int | None:
         """First row of a free slot."""
-        return self._free.pop() if self._free and size <= self._slot_tokens else None
+        return self._free.pop() if self._free else None
 
     def give_back(self, base: int, size: int) -> None:
         self._free.append(base)

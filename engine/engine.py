@@ -41,14 +41,19 @@ class Engine:
         """Whether a batch is in flight."""
         return self._flight is not None
 
+    @property
+    def pending(self) -> bool:
+        """Whether any request is queued or running."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
     def submit(self, request: Request) -> None:
         """Queue a request, or reject it at once where it is certain to fail."""
         prompt, reason = self._fitted(request)
         sequence = Sequence.of(request, prompt)
         if not reason and not self.allocator.could_hold(sequence, sequence.known):
             reason = (
-                f"its first reservation cannot fit even an empty KV pool of {self.allocator.pool_tokens} tokens "
-                f"(prompt {sequence.known}, declared answer {request.max_tokens})"
+                f"its first reservation under this policy cannot fit even an empty KV pool of "
+                f"{self.allocator.pool_tokens} tokens (prompt {sequence.known}, declared answer {request.max_tokens})"
             )
         if reason:
             self._end(sequence, REJECTED, reason)
@@ -97,16 +102,14 @@ class Engine:
         (ticket, plan, start_s), sampled = self._flight, self._sampled
         self._flight = self._sampled = None
         batch = ticket.batch
-        tokens = iter(sampled.tokens)
-        ended: list[tuple[Sequence, str]] = []
         for chunk in batch.chunks:
-            sequence = chunk.sequence
-            sequence.computed = chunk.end
-            self.allocator.commit(sequence)
-            if chunk.samples:
-                sequence.emit(next(tokens), batch.step)
-                if sequence.ended:
-                    ended.append((sequence, sequence.ended))
+            chunk.sequence.computed = chunk.end
+            self.allocator.commit(chunk.sequence)
+        ended: list[tuple[Sequence, str]] = []
+        for chunk, token in zip((chunk for chunk in batch.chunks if chunk.samples), sampled.tokens, strict=True):
+            chunk.sequence.emit(token, batch.step)
+            if reason := chunk.sequence.ended:
+                ended.append((chunk.sequence, reason))
         self.steps.append(self._step_record(batch, plan, sampled, start_s, now_s))
         for sequence, reason in ended:
             self.scheduler.finish(sequence)
@@ -197,18 +200,24 @@ def serve(load: Load, engine: Engine, clock: Clock, watch: Watch | None = None) 
     """Drive `engine` with `load` until nothing is left to do; the only code that moves `clock`."""
     now_s = clock.now()
     while True:
-        for request in load.due(now_s):
-            engine.submit(request)
+        while requests := load.due(now_s):  # a rejection frees its client, who may have more to ask at once
+            for request in requests:
+                engine.submit(request)
+            _report_ends(engine, load, now_s)
         engine.launch(now_s)
         if engine.busy:
             now_s = clock.after(engine.collect())
             engine.commit(now_s)
-        done = engine.take_done()
-        for record in done:
-            load.on_done(record, now_s)
+        _report_ends(engine, load, now_s)
         if watch is not None:
             watch(engine, now_s)
-        if not (engine.busy or done or engine.scheduler.running or engine.scheduler.waiting):
+        if not engine.pending:
             if (next_s := load.next_s()) is None:
                 return engine.run(now_s)
-            now_s = clock.wait_until(next_s)
+            if next_s > now_s:
+                now_s = clock.wait_until(next_s)
+
+
+def _report_ends(engine: Engine, load: Load, now_s: float) -> None:
+    for record in engine.take_done():
+        load.on_done(record, now_s)

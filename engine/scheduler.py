@@ -58,7 +58,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence has ended: its rows go back."""
+        """The sequence has ended, well or not: its rows go back."""
         self.running.remove(sequence)
         self.allocator.free(sequence)
 
@@ -73,7 +73,8 @@ class Scheduler:
         """Give every running sequence its next chunk, the oldest first; returns what is left of the budget."""
         budget = self.limits.max_batched_tokens
         at = 0
-        while at < len(self.running) and budget:
+        while at < len(self.running):
+            assert budget > 0, "a sequence is admitted only while the budget lasts, so each gets a token a step"
             sequence = self.running[at]
             end = min(sequence.known, sequence.computed + budget)
             if self._make_room(sequence, end, plan):
@@ -84,11 +85,12 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, rows: int, plan: Plan) -> bool:
         """Reserve, preempting the latest admitted until it succeeds or the sequence itself had to go."""
         while not self.allocator.reserve(sequence, rows):
+            if not self.allocator.could_hold(sequence, rows):
+                self.finish(sequence)
+                plan.hopeless.append((sequence, self._outgrown(sequence, rows)))
+                return False
             victim = self.running.pop()
             self.allocator.free(victim)
-            if victim is sequence and not self.allocator.could_hold(sequence, rows):
-                plan.hopeless.append((victim, self._outgrown(victim, rows)))
-                return False
             victim.computed = 0
             victim.preemptions += 1
             self.waiting.appendleft(victim)

@@ -35,7 +35,7 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise KvbenchError(f"request {self.id} has an empty prompt; give it at least one token")
-        if self.max_tokens < 1:
+        if not self.max_tokens >= 1:
             raise KvbenchError(f"request {self.id} declares max_tokens {self.max_tokens}; it must be at least 1")
         if self.output_tokens is not None and not 1 <= self.output_tokens <= self.max_tokens:
             raise KvbenchError(
@@ -44,6 +44,8 @@ class Request:
             )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise KvbenchError(f"temperature must be a number of at least 0, not {self.temperature}")
+        if not (math.isfinite(self.scheduled_s) and self.scheduled_s >= 0):
+            raise KvbenchError(f"request {self.id} is scheduled at {self.scheduled_s} s; it needs a time of at least 0")
 
 
 @dataclass(slots=True, eq=False)
@@ -99,10 +101,10 @@ class Sequence:
         """`length` or `stop` once the answer is complete, else the empty string."""
         if not self.generated:
             return ""
-        if self.tokens[-1] in self.request.stop_ids:
+        request = self.request
+        if request.output_tokens is None and self.tokens[-1] in request.stop_ids:
             return "stop"
-        limit = self.request.output_tokens or self.request.max_tokens
-        return "length" if self.generated >= limit else ""
+        return "length" if self.generated >= (request.output_tokens or request.max_tokens) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.metrics.stats import P99_SAMPLES
 from kvbench.metrics.store import RunFolder
-from kvbench.reports.groups import OK, Results, Row
+from kvbench.reports.groups import OK, Context, Results, Row
 from kvbench.reports.words import DASH, binary_size, count, listing, plain
 
 STATUS_WORDS = {
@@ -51,19 +51,27 @@ def evidence(results: Results) -> str:
 def headline_facts(folder: RunFolder, results: Results) -> list[str]:
     """Model, device, memory, workload and date, for the line above the headline."""
     model, device, kv = (facts(folder.manifest, name) for name in ("model", "device", "kv"))
-    data = facts(folder.manifest, "dataset")
     first: Row = results.rows[0] if results.rows else {}
     weights = {"real": "", "random": ", random weights"}.get(str(model.get("weights")), "")
     dtype = model.get("dtype") or first.get("dtype")
-    lengths = listing([f"{data[key]} {way}" for key, way in (("input", "in"), ("output", "out")) if data.get(key)])
     said = [
         f"{model.get('name') or first.get('model') or 'unknown model'}{f' · {dtype}' if dtype else ''}{weights}",
         str(device.get("name") or first.get("device") or ""),
         _pool(kv),
-        f"{data.get('name', '')}{': ' if data.get('name') and lengths else ''}{lengths}",
+        _workload(facts(folder.manifest, "dataset"), results),
         str(folder.manifest.get("created") or "")[:10],
     ]
     return [text for text in said if text]
+
+
+def _workload(data: Mapping[str, Any], results: Results) -> str:
+    """The data set in its own words, or by name and lengths."""
+    if data.get("lengths"):
+        return str(data["lengths"])
+    lengths = listing([f"{data[key]} {way}" for key, way in (("input", "in"), ("output", "out")) if data.get(key)])
+    if not lengths and len(results.contexts) == 1 and results.middle != Context():
+        lengths = str(results.middle)
+    return ": ".join(part for part in (f"{data['name']} prompts" if data.get("name") else "", lengths) if part)
 
 
 def _pool(kv: Mapping[str, Any]) -> str:
@@ -89,7 +97,7 @@ def provenance(folder: RunFolder, results: Results) -> list[str]:
         f"seed {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") if seeds else "",
         price(manifest) or "no price given",
         *(
-            f"{words} {timings[key]:,.1f} s"
+            f"{words} {plain(round(timings[key], 3))} s"
             for key, words in (("model_load_s", "model loaded in"), ("cold_first_token_s", "first cold token after"))
             if isinstance(timings.get(key), int | float)
         ),

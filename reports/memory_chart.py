@@ -26,8 +26,8 @@ NUMBERS = 12
 
 
 def memory(folder: RunFolder, results: Results, group: Group, name: str) -> Figure:
-    """The parts of the pool over the group's median repeat, by output tokens/s. `wasted` is what was never filled:
-    asked for in vain, or added by rounding."""
+    """The parts of the pool over the group's median repeat, by output tokens/s. What was never filled
+    was asked for in vain or added by rounding."""
     row = group.median_row(PRIMARY) or group.ok[0]
     run = folder.run(str(row["cell"]))
     shares = _shares(run)
@@ -56,7 +56,7 @@ def _shares(run: Run) -> dict[str, Shares]:
     rows = {
         "used": parts.used,
         "reserved": parts.reserved,
-        "wasted": parts.internal + parts.rounding,
+        "never filled": parts.internal + parts.rounding,
         "free": parts.free,
     }
     return {part: values / parts.pool for part, values in rows.items()}
@@ -91,7 +91,7 @@ def _binned(run: Run, shares: dict[str, Shares]) -> tuple[Shares, dict[str, Shar
 def _draw(name: str, edges: Shares, series: dict[str, Shares], means: dict[str, float], look: Look) -> Plot:
     from matplotlib.ticker import MaxNLocator
 
-    plot = Plot(name, left=42, right=88)
+    plot = Plot(name, left=42, right=106)
     end = float(edges[-1])
     plot.axes.set_xlim(0, end)
     plot.axes.set_ylim(0, 100)
@@ -99,7 +99,7 @@ def _draw(name: str, edges: Shares, series: dict[str, Shares], means: dict[str, 
     at = [float(tick) for tick in MaxNLocator(4).tick_values(0, end) if 0 <= tick <= end]
     plot.ticks("x", at, [f"{tick:,.10g}" for tick in at])
     bottom, middle, middles = 0 * series["free"], 0.0, {}
-    for part, fill in (("used", look.token), ("reserved", look.tint), ("wasted", "waste-tint"), ("free", "")):
+    for part, fill in (("used", look.token), ("reserved", look.tint), ("never filled", "waste-tint"), ("free", "")):
         top = bottom + series[part] * 100
         if fill and series[part].max() > 0.0005:
             plot.axes.stairs(top, edges, baseline=bottom, fill=True, color=LIGHT[fill], lw=0)
@@ -113,7 +113,7 @@ def _draw(name: str, edges: Shares, series: dict[str, Shares], means: dict[str, 
 def _name_parts(plot: Plot, x: float, means: dict[str, float], middles: dict[str, float], look: Look) -> None:
     """The parts with their means, right of the picture."""
     scale = plot.plot_height / 100
-    inks = {"used": look.token, "wasted": "waste"}
+    inks = {"used": look.token, "never filled": "waste"}
     for (part, y), height in zip(
         middles.items(), apart([y * scale for y in middles.values()], 13, plot.plot_height), strict=True
     ):

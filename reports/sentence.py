@@ -210,7 +210,7 @@ def _proof(results: Results, main: Variant, other: Variant) -> str:
         return f"{start}, but one repeat cannot prove it."
     pairs = count(min(contest.effect.n for contest in judged), "paired repeat")
     if not proven:
-        bounds = listing([f"{_bound(contest.effect)} at {contest.load}" for contest in judged])
+        bounds = _bounds(judged)
         pair = f"{results.name(main)} and {results.name(other)}"
         unproven = f"Between {pair} no difference in output tokens/s is proven"
         return f"{unproven}; if there is one, it is smaller than {bounds} ({pairs})."
@@ -220,12 +220,24 @@ def _proof(results: Results, main: Variant, other: Variant) -> str:
     return f"{start} ({percent(0.95)} interval {low} to {high}, {pairs})."
 
 
-def _bound(effect: Interval) -> str:
-    """How large a difference the interval leaves room for, rounded up."""
+def _bounds(judged: Sequence[Contest]) -> str:
+    """How large a difference the intervals leave room for: at each of a few loads, at any of many."""
+    if len(judged) <= 3:
+        return listing([f"{_bound(_room(contest.effect))} at {contest.load}" for contest in judged])
+    return f"{_bound(max(_room(contest.effect) for contest in judged))} at each of the {len(judged)} loads"
+
+
+def _room(effect: Interval) -> float:
+    """The largest ratio in the interval, whichever of the two is ahead."""
     assert effect.low and effect.high
-    excess = max(effect.high, 1 / effect.low) - 1
-    if excess >= 1:
-        return times(math.ceil((1 + excess) * 10) / 10, 1)
+    return max(effect.high, 1 / effect.low)
+
+
+def _bound(ratio: float) -> str:
+    """A ratio as percent beyond 1, or as it is from 2 on, rounded up."""
+    if ratio >= 2:
+        return times(math.ceil(ratio * 10) / 10, 1)
+    excess = max(ratio - 1, 0.001)
     return percent(math.ceil(excess * 1000) / 1000, 1) if excess < 0.1 else percent(math.ceil(excess * 100) / 100)
 
 

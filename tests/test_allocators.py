@@ -225,8 +225,18 @@ def test_a_reservation_is_refused_once_for_external_fragmentation() -> None:
     pool.free(large)
     assert pool.reserve(eights[0], 5)
     assert pool.reserve(eights[2], 5)
-    assert not pool.reserve(large, 10)  # nothing of its size is free: shortage, not fragmentation
+    assert not pool.reserve(large, 10)  # only 8 are free: shortage, not fragmentation
     assert pool.external_fragmentation_events == 1
+    pool.free(eights[0])
+    assert not pool.reserve(large, 10)  # again 8 here and 8 there, in another stay in the queue
+    assert pool.external_fragmentation_events == 2
+
+
+@pytest.mark.parametrize("rows", [7, 9])
+def test_an_answer_and_a_reservation_agree_beyond_what_the_policy_asks_for(rows: int) -> None:
+    """The policy asks for 5 rows and gets 8."""
+    pool, sequence = Slots(64, 16, "declared"), Sequence.of(request(0, 3, 2))
+    assert pool.could_hold(sequence, rows) == pool.reserve(sequence, rows) == (rows <= 8)
 
 
 @pytest.mark.parametrize(

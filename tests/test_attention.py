@@ -77,14 +77,16 @@ def plain(problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | Non
     if problem.window is not None:
         seen &= position > position[:, None] - problem.window
     if problem.softcap is None and sinks is None:
-        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=problem.dim**-0.5).transpose(0, 1)
+        fused: Tensor = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=problem.dim**-0.5)
+        return fused.transpose(0, 1)
     scores = q @ k.transpose(1, 2) * problem.dim**-0.5
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     scores = scores.masked_fill(~seen, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[1], 1)], dim=-1)
-    return (scores.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1)
+    out: Tensor = scores.softmax(-1)[..., : k.shape[1]] @ v
+    return out.transpose(0, 1)
 
 
 def slots() -> Slots:
@@ -136,8 +138,8 @@ def served(
             torch.cat([whole[chunk.sequence.id][chunk.start : chunk.end] for chunk in batch.chunks])
             for whole in (tensors.q, tensors.k, tensors.v)
         )
-        cache.attend(0, q, k, v, **options)  # type: ignore[arg-type]
-        out = cache.attend(1, q, k, v, window=problem.window, **options)  # type: ignore[arg-type]
+        cache.attend(0, q, k, v, **options)
+        out = cache.attend(1, q, k, v, window=problem.window, **options)
         for chunk, part in zip(batch.chunks, out.split([chunk.length for chunk in batch.chunks]), strict=True):
             chunk.sequence.computed = chunk.end
             outputs[chunk.sequence.id].append(part)

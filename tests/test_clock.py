@@ -110,7 +110,7 @@ def run_on(kind: str, concurrency: int, time: Clock, ends_s: list[float]) -> tup
 
 
 @pytest.mark.parametrize("kind", ["paged-3", "max", "declared"])
-@pytest.mark.parametrize("concurrency", [0, 6])
+@pytest.mark.parametrize("concurrency", [0, 1, 6])
 def test_a_recorded_run_replays_on_virtual_time(kind: str, concurrency: int) -> None:
     real = UnevenClock()
     recorded, first = run_on(kind, concurrency, real, [])

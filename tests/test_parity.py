@@ -10,10 +10,8 @@ import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
-import torch
 from fakes_device import (
     ForgetfulCache,
     MisplacedBlocks,
@@ -24,8 +22,8 @@ from fakes_device import (
     cache_for,
     interrupted,
 )
-from tiny_models import FAMILY_FIELDS, VOCAB, WINDOW, Pair, tiny_config, tiny_pair
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from tiny_models import FAMILY_FIELDS, VOCAB, WINDOW, Expected, Pair, departures, generate, tiny_config, tiny_pair
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import Arena
@@ -35,7 +33,6 @@ from kvbench.errors import KvbenchError
 from kvbench.metrics.records import FINISHED, Run
 from kvbench.paged.blocks import BlockPool
 
-NEAR_TIE = 1e-4
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (3, 40, 11, 26, 17, 5)
 LIMITS = Limits(max_model_len=max(PROMPT_LENGTHS) + NEW_TOKENS, max_batched_tokens=16, max_sequences=4)
@@ -46,47 +43,6 @@ BACKENDS: dict[str, Callable[[], Allocators]] = {
     "contiguous": lambda: interrupted(Slots(POOL, LIMITS.max_model_len), lambda asked: asked % 61 == 0),
     "paged": lambda: BlockPool(240, block_size=3),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What `generate` answers: tokens [prompts, n] and, for each, how far its logit lies above the second best."""
-
-    tokens: list[list[int]]
-    margins: list[list[float]]
-
-    @property
-    def near_ties(self) -> int:
-        return sum(margin < NEAR_TIE for margins in self.margins for margin in margins)
-
-
-def generate(reference: Any, prompts: list[list[int]], new_tokens: int) -> Expected:
-    """Greedy answers of a model of transformers, the prompts padded on the left into one batch."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    config = GenerationConfig(
-        do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True, output_logits=True
-    )
-    reference.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        made = reference.generate(ids, attention_mask=mask, generation_config=config)
-    best = torch.stack(made.logits, dim=1).topk(2).values
-    return Expected(made.sequences[:, longest:].tolist(), (best[..., 0] - best[..., 1]).tolist())
-
-
-def departures(run: Run, expected: Expected) -> list[str]:
-    """Where an answer leaves the expected one at a token that was no near-tie. A near-tie may turn either way, and what
-    follows it is another text."""
-    found = []
-    for record, tokens, margins in zip(run.requests, expected.tokens, expected.margins, strict=True):
-        assert record.output_token_ids is not None and len(record.output_token_ids) == len(tokens)
-        for at, (ours, theirs, margin) in enumerate(zip(record.output_token_ids, tokens, margins, strict=True)):
-            if ours != theirs:
-                if margin >= NEAR_TIE:
-                    found.append(f"request {record.request}, token {at}: {ours} for {theirs}, margin {margin:.2e}")
-                break
-    return found
 
 
 @dataclass(frozen=True, slots=True)

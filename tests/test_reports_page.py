@@ -168,7 +168,7 @@ def test_the_numbers_behind_the_charts(tmp_path: Path) -> None:
     assert speed.numbers == (("contiguous", (("5", "50.0", "–", "1"),)),)
     ((name, rows),) = memory.numbers
     assert memory.title == "Contiguous: tokens fill 34\u202f% of the KV memory"
-    assert (name, memory.heads) == ("contiguous", ("from second", "used %", "reserved %", "wasted %", "free %"))
+    assert (name, memory.heads) == ("contiguous", ("from second", "used %", "reserved %", "never filled %", "free %"))
     assert rows[::3] == tuple(
         (at, used, reserved, "56.2", "0.0")
         for at, used, reserved in (

@@ -66,6 +66,11 @@ def test_a_bound_beyond_twice_is_a_ratio(tmp_path: Path) -> None:
     assert "smaller than 22.3 × at 1 user (2 paired repeats)" in found.proven
 
 
+def test_many_loads_share_a_bound(tmp_path: Path) -> None:
+    found = finding(speeds(tmp_path / "run", {users: [1.0, 1.0] for users in (1, 2, 3, 4)}))
+    assert "if there is one, it is smaller than 0.1 % at each of the 4 loads (2 paired repeats)." in found.proven
+
+
 def test_from_a_load_on(tmp_path: Path) -> None:
     same, better = [0.99, 1.0, 1.01], [1.19, 1.2, 1.21]
     found = finding(speeds(tmp_path / "run", {1: same, 2: same, 3: better, 5: [1.5, 1.51, 1.49]}))

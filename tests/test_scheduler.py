@@ -225,7 +225,14 @@ def test_a_rejected_request_frees_its_client(kind: str) -> None:
     assert [one.status for one in run.requests] == [REJECTED] * 20 + [FINISHED]
     run, *_ = serve_on(make_pool(kind, 0, 32), ClosedLoop(requests[20:], 1), Limits(32))
     assert [one.status for one in run.requests] == [REJECTED]
-    assert run.requests[0].reason.startswith("its first reservation cannot fit even an empty KV pool of 0 tokens ")
+    assert run.requests[0].reason.startswith("its first reservation under this policy cannot fit even an empty KV pool")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rejection_costs_its_client_no_step(kind: str) -> None:
+    requests = [request(number, 40 if number % 2 else 4, 5) for number in range(40)]
+    run, *_ = serve_on(make_pool(kind, 512, 32), ClosedLoop(requests, 2), Limits(32))
+    assert [step.sequences for step in run.steps] == [2] * 50
 
 
 @pytest.mark.parametrize("kind", ["paged-3", "max", "declared"])
@@ -242,6 +249,7 @@ def test_an_answer_ends_with_its_stop_token(kind: str) -> None:  # sglang#24254
     ("change", "message"),
     [
         ({"prompt": ()}, "request 8 has an empty prompt"),
+        ({"scheduled_s": float("nan")}, "request 8 is scheduled at nan"),
         ({"max_tokens": 0}, "request 8 declares max_tokens 0"),
         ({"max_tokens": -1}, "request 8 declares max_tokens -1"),
         ({"output_tokens": 0}, "request 8 answers 0 tokens but declares 4"),
@@ -258,7 +266,7 @@ def test_requests_that_cannot_be(change: dict[str, Any], message: str) -> None:
 
 
 def test_at_equal_bytes_slots_of_the_longest_request_admit_the_fewest() -> None:
-    """The issue's contrast: a support desk's chats, none longer than the 253 tokens that 303 / 1.2 allows."""
+    """A support desk's chats, none longer than 253 tokens, where the longest request may have 1.2 times as many."""
     support = Support(None, vocab_size=4096)
     requests = draw_requests(support, 64, seed=0)
     pool, longest = 2048, 303

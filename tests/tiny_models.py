@@ -1,7 +1,8 @@
 """Tiny random models of every family that can be measured, small enough to decode hundreds of tokens in a second.
 
 Weights are drawn wide, so greedy answers wander instead of repeating one token, and whatever a family may do to
-attention is switched on: windows of 7 tokens, soft caps and sinks that matter, multipliers other than 1.
+attention is switched on: windows of 7 tokens, soft caps and sinks that matter, multipliers other than 1. Below them,
+what transformers' own `generate` answers and how a run departs from it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from kvbench.engine.model import ATTENTION, BoundModel, register
 from kvbench.engine.weights import quiet
+from kvbench.metrics.records import Run
 
 VOCAB = 199
 POSITIONS = 256
 WINDOW = 7
+NEAR_TIE = 1e-4
 MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 COMMON: dict[str, Any] = {
@@ -108,3 +111,44 @@ def tiny_pair(family: str) -> Pair:
     reference = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager")
     reference.load_state_dict(ours.state_dict())
     return Pair(BoundModel(ours, ours.config), reference.eval())
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What `generate` answers: tokens [prompts, n] and, for each, how far its logit lies above the second best."""
+
+    tokens: list[list[int]]
+    margins: list[list[float]]
+
+    @property
+    def near_ties(self) -> int:
+        return sum(margin < NEAR_TIE for margins in self.margins for margin in margins)
+
+
+def generate(reference: Any, prompts: list[list[int]], new_tokens: int) -> Expected:
+    """Greedy answers of a model of transformers, the prompts padded on the left into one batch."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+    )
+    reference.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        made = reference.generate(ids, attention_mask=mask, generation_config=config)
+    best = torch.stack(made.logits, dim=1).topk(2).values
+    return Expected(made.sequences[:, longest:].tolist(), (best[..., 0] - best[..., 1]).tolist())
+
+
+def departures(run: Run, expected: Expected) -> list[str]:
+    """Where an answer leaves the expected one at a token that was no near-tie. A near-tie may turn either way, and what
+    follows it is another text."""
+    found = []
+    for record, tokens, margins in zip(run.requests, expected.tokens, expected.margins, strict=True):
+        assert record.output_token_ids is not None and len(record.output_token_ids) == len(tokens)
+        for at, (ours, theirs, margin) in enumerate(zip(record.output_token_ids, tokens, margins, strict=True)):
+            if ours != theirs:
+                if margin >= NEAR_TIE:
+                    found.append(f"request {record.request}, token {at}: {ours} for {theirs}, margin {margin:.2e}")
+                break
+    return found

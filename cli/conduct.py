@@ -34,6 +34,7 @@ def conduct(config: SweepConfig, output: Path | None, output_format: str, dry_ru
 
     with say.status("warming up"):
         cold_s, guesses_s = warm_up(job)
+    job = job.within_patience(guesses_s)
     _announce_time(job, guesses_s, say)
     if dry_run:
         return 0
@@ -108,11 +109,13 @@ def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
     from kvbench.cli.progress import clock
 
     variants = len(dict.fromkeys((cell.backend, cell.reserve) for cell in job.cells))
-    points = len(job.cells) // variants // job.config.repeats
+    points = len(job.cells) // variants // job.repeats
+    reason = f"  ({job.choices['repeats']})" if "repeats" in job.choices else ""
     say.print(
         f"{'plan':>14}  {len(job.cells)} cells = {variants} backend{'s' * (variants > 1)} x {points} "
-        f"point{'s' * (points > 1)} x {job.config.repeats} repeat{'s' * (job.config.repeats > 1)}, "
-        f"about {clock(sum(guesses_s.values()))}",
+        f"point{'s' * (points > 1)} x {job.repeats} repeat{'s' * (job.repeats > 1)}, "
+        f"about {clock(sum(guesses_s[cell.id] for cell in job.cells))}{reason}",
+        markup=False,
         soft_wrap=True,
     )
 

@@ -48,7 +48,7 @@ class SweepConfig:
     dataset_path: Path | None = None
     prompts: int | None = None
     warmups: int = 4
-    repeats: int = 5
+    repeats: int | None = None
     seed: int = 0
     slos: tuple[Slo, ...] = DEFAULT_SLOS
     temperature: float = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,15 @@ if TYPE_CHECKING:
     from kvbench.engine.weights import Source
 
 CPU_LOADS = (LoadPoint(concurrency=4), LoadPoint(concurrency=16))
-CPU_CONTEXT = Context(64, 48)
+CPU_CONTEXT = Context(64, 40)
 GPU_LOADS = tuple(LoadPoint(concurrency=users) for users in (1, 8, 64, 256))
 GPU_CONTEXT = Context(1024, 256)
+REPEATS = 5
+FEWEST_REPEATS = 2
+PATIENCE_S = 140.0
+"""Without a word from the user a sweep has five repeats, or as many as fit this time, but never less than two: one
+repeat proves nothing."""
+
 RANGE_RATIO = 0.8
 """Without a word from the user, prompts and answers spread as widely as real ones do: 20 % to 180 % of their mean."""
 
@@ -66,6 +72,23 @@ class Job:
             stop_ids=self.stop_ids,
         )
 
+    @property
+    def repeats(self) -> int:
+        return 1 + max(cell.repeat for cell in self.cells)
+
+    def within_patience(self, guesses_s: dict[str, float]) -> Job:
+        """The job with as many repeats as `PATIENCE_S` allows, where the user asked for no number of them."""
+        each_s = sum(guesses_s[cell.id] for cell in self.cells) / self.repeats
+        if self.config.repeats is not None or each_s * self.repeats <= PATIENCE_S:
+            return self
+        repeats = min(self.repeats, max(FEWEST_REPEATS, int(PATIENCE_S / each_s)))
+        reason = f"as many as fit {PATIENCE_S / 60:.1f} minutes, at least {FEWEST_REPEATS}; --repeats sets your own"
+        return replace(
+            self,
+            cells=[cell for cell in self.cells if cell.repeat < repeats],
+            choices=self.choices | {"repeats": reason},
+        )
+
     def load(self, cell: Cell) -> ClosedLoop | OpenLoop:
         requests = self.requests(cell)
         return OpenLoop(requests) if cell.concurrency is None else ClosedLoop(requests, cell.concurrency)
@@ -94,7 +117,7 @@ def prepare(config: SweepConfig) -> Job:
     loads = config.loads or _default_loads(device, choices)
     datasets = _datasets(config, device, hf_config, tokenizer, choices)
     max_model_len = config.max_model_len or _longest(config, datasets, choices)
-    plan = cells(config.variants, loads, list(datasets), config.repeats, config.seed)
+    plan = cells(config.variants, loads, list(datasets), config.repeats or REPEATS, config.seed)
     started_s = time.perf_counter()
     model = load_model(
         source, weights=config.weights, dtype=_torch(dtype), device=device.torch, max_model_len=max_model_len

@@ -65,7 +65,9 @@ def sweep(
     ] = None,
     num_prompts: Annotated[int | None, LOAD(help="Requests a cell.")] = None,
     num_warmups: Annotated[int, LOAD(help="Requests before the first cell.")] = 4,
-    repeats: Annotated[int, LOAD(help="Independent repeats of every point.")] = 5,
+    repeats: Annotated[
+        int | None, LOAD(help="Independent repeats of every point; default: 2 to 5, as time allows.")
+    ] = None,
     seed: Annotated[int, LOAD(help="Seed of the first repeat.")] = 0,
     slo: Annotated[list[str] | None, RESULT(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
     goodput: Annotated[str | None, RESULT(help="Alias: ttft:1500,tpot:50 (each request).")] = None,

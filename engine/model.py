@@ -34,7 +34,6 @@ REFUSED = {
     "bloom": "its attention adds ALiBi biases outside the attention function",
     "mpt": "its attention adds ALiBi biases outside the attention function",
     "gpt_neo": "its modelling code does not take an attention function",
-    "gptj": "its modelling code does not take an attention function",
     "deepseek_v2": MLA,
     "deepseek_v3": MLA,
     "gemma3n_text": "its layers share keys and values",
@@ -55,10 +54,11 @@ def check_family(config: PretrainedConfig, max_model_len: int | None = None) -> 
             f"model type {family!r} cannot be measured: its tokens have not been compared with transformers' own; "
             f"known are {', '.join(sorted(FAMILIES))}"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope") and max_model_len is not None:
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [value for value in rope_parameters.values() if isinstance(value, dict)]
+    for rope in per_layer_type or [rope_parameters]:
         limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if max_model_len > limit:
+        if rope.get("rope_type") in ("dynamic", "longrope") and max_model_len is not None and max_model_len > limit:
             raise KvbenchError(
                 f"rope type {rope['rope_type']!r} depends on the longest sequence of a batch beyond {limit} tokens; "
                 f"set --max-model-len to at most {limit}"

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,8 @@ class Source:
 
 def find_source(name: str) -> Source:
     """What a model's name means. Raises KvbenchError, with the nearest built-in name, where it means nothing."""
+    if not name.strip():
+        raise unknown_model(name)
     path = Path(name).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return Source(path.stem, folder=str(path.parent), gguf=path.name)
@@ -135,11 +138,18 @@ def load_model(
 
     assert source.folder is not None
     try:
-        module = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, attn_implementation=ATTENTION)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+        )
     except Exception as error:
         raise _unloadable(source, "weights", error) from error
-    module = torch.nn.Module.to(module, device)
-    return BoundModel(module, module.config)
+    module, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise KvbenchError(
+            f"{source.name} lacks {len(missing)} of its weights, {missing[0]} first; complete its files or use "
+            "--weights random"
+        )
+    return BoundModel(module.to(device), module.config)
 
 
 def _random(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> BoundModel:
@@ -189,8 +199,8 @@ def quiet() -> None:
 
 
 def _unloadable(source: Source, what: str, error: Exception) -> KvbenchError:
-    message: Any = str(error).strip()
-    first = message.splitlines()[0] if message else type(error).__name__
+    message = str(error).strip()
+    first = textwrap.shorten(message.splitlines()[0], 200, placeholder=" …") if message else type(error).__name__
     where = source.folder if source.gguf is None else f"{source.folder}/{source.gguf}"
     hint = "" if source.local else " (not in the local cache, gated or unreachable)"
-    return KvbenchError(f"cannot load the {what} of {where}{hint}: {first[:200]}")
+    return KvbenchError(f"cannot load the {what} of {where}{hint}: {first}")

@@ -19,6 +19,7 @@ class BlockCache:
         self._arena = arena
         self._allocator = allocator
         self._size = allocator.block_size
+        self._rows = arena.rows // self._size * self._size  # those of whole blocks
         self._spans: list[Span] = []
         self._tables: dict[int, Tensor] = {}
         self._writes = torch.empty(0, dtype=torch.int64)
@@ -69,7 +70,7 @@ class BlockCache:
             found = []
             for arena, buffer in zip((self._arena.k[layer], self._arena.v[layer]), self._buffers, strict=True):
                 side_by_side = buffer[: len(blocks)]
-                torch.index_select(arena.view(-1, self._size * row), 0, blocks, out=side_by_side)
+                torch.index_select(arena[: self._rows].view(-1, self._size * row), 0, blocks, out=side_by_side)
                 found.append(side_by_side.view(-1, shape.kv_heads, shape.head_dim)[mine])
             return found[0], found[1]
 

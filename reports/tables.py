@@ -201,7 +201,7 @@ def _text(tables: Sequence[Table], width: int) -> str:
         console.print(_drawn(table, columns))
         console.print()
     if left_out:
-        console.print(f"(no room for: {', '.join(left_out)})", markup=False, highlight=False)
+        console.print(f"(left out at this width: {', '.join(left_out)})", markup=False, highlight=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n") + "\n"
 
 

@@ -183,3 +183,10 @@ def test_a_model_that_never_asks_for_our_attention_is_refused() -> None:
     module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     with pytest.raises(KvbenchError, match=r"^model type 'bloom' cannot be measured: its layers do not each pass"):
         BoundModel(module, config)
+
+
+def test_rows_of_the_pool_that_fill_no_block_stay_unused() -> None:
+    this = case("llama")
+    run = answer(this.pair.model, BlockPool(250, block_size=16), this.prompts, new_tokens=NEW_TOKENS, limits=LIMITS)
+    assert departures(run, this.expected) == []
+    assert min(step.free_tokens for step in run.steps) >= 250 % 16

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import KVShape
-from kvbench.engine.model import FAMILIES, BoundModel, kv_shape
+from kvbench.engine.model import FAMILIES, BoundModel, check_family, kv_shape
 from kvbench.engine.scheduler import Limits
 from kvbench.engine.shapes import SHAPES, ModelShape, find_shape
 from kvbench.engine.weights import Source, find_source, load_config, load_model, load_tokenizer, quiet, unpack
@@ -131,10 +131,9 @@ def test_a_truncated_weights_file_is_refused(folder: Path, kept: int) -> None:
     assert refusal(folder).startswith(f"cannot load the weights of {folder}: ")
 
 
-@pytest.mark.xfail(strict=True, reason="weights that a folder lacks are drawn at random without a word")
 def test_a_folder_that_lacks_some_weights_is_refused(folder: Path) -> None:
     reconfigure(folder, num_hidden_layers=4, layer_types=None)
-    assert refusal(folder).startswith(f"cannot load the weights of {folder}: ")
+    assert refusal(folder).startswith("model lacks 9 of its weights, model.layers.3.input_layernorm.weight first")
 
 
 def test_a_folder_without_a_configuration_is_refused(folder: Path) -> None:
@@ -194,6 +193,14 @@ def test_dynamic_rope_is_refused_where_it_would_rescale(folder: Path, rope: dict
         "rope type 'dynamic' depends on the longest sequence of a batch beyond 48 tokens; "
         "set --max-model-len to at most 48"
     )
+
+
+def test_a_rope_of_some_layers_is_looked_at_too() -> None:
+    config = tiny_config("gemma3_text")
+    config.rope_parameters["full_attention"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    check_family(config, config.max_position_embeddings)
+    with pytest.raises(KvbenchError, match="rope type 'dynamic'"):
+        check_family(config, config.max_position_embeddings + 1)
 
 
 def test_built_in_shapes_equal_the_published_ones(shared_data: Path) -> None:

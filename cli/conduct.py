@@ -24,23 +24,36 @@ INTERRUPTED = 130
 
 def conduct(config: SweepConfig, output: Path | None, output_format: str, dry_run: bool) -> int:
     """Run the sweep; returns the exit code: 1 where no cell is ok, 130 after Ctrl-C, which keeps what was measured."""
+    from kvbench.cli.show import show
+
+    _check_output(output)
+    folder = _measured(config, output, dry_run)
+    if folder is None:
+        return 0
+    show(folder, output_format)
+    if folder.manifest["interrupted"]:
+        return INTERRUPTED
+    return 0 if any(row["status"] == "ok" for row in folder.rows()) else 1
+
+
+def _measured(config: SweepConfig, output: Path | None, dry_run: bool) -> RunFolder | None:
+    """All up to the last cell, in a frame of its own: the model's memory is free again before the report is drawn."""
     from rich.console import Console
 
     say = Console(stderr=True, highlight=False)
-    _check_output(output)
     job = _prepared(config, say)
-    _announce(job, say)
     from kvbench.cli.measure import warm_up
 
+    _announce(job, say)
     with say.status("warming up"):
         cold_s, guesses_s = warm_up(job)
     job = job.within_patience(guesses_s)
     _announce_time(job, guesses_s, say)
     if dry_run:
-        return 0
+        return None
     folder = _create(job, output, cold_s)
-    interrupted = _run_cells(job, folder, cold_s, guesses_s, say)
-    return _conclude(folder, output_format, interrupted)
+    _run_cells(job, folder, cold_s, guesses_s, say)
+    return folder
 
 
 def _check_output(output: Path | None) -> None:
@@ -169,8 +182,8 @@ def _manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
     }
 
 
-def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dict[str, float], say: Console) -> bool:
-    """Measure every cell into the folder; returns whether Ctrl-C ended it early."""
+def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dict[str, float], say: Console) -> None:
+    """Measure every cell into the folder, until Ctrl-C at most."""
     from kvbench.cli.measure import measure
     from kvbench.cli.progress import Progress
     from kvbench.engine.environment import peak_memory_bytes
@@ -193,19 +206,9 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
         interrupted=interrupted,
         peak_memory_bytes=peak_memory_bytes(),
     )
-    return interrupted
 
 
 def _said(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
     return f"{row['output_tokens_per_s']:.0f} out tok/s, {row['peak_running']} at once"
-
-
-def _conclude(folder: RunFolder, output_format: str, interrupted: bool) -> int:
-    from kvbench.cli.show import show
-
-    show(folder, output_format)
-    if interrupted:
-        return INTERRUPTED
-    return 0 if any(row["status"] == "ok" for row in folder.rows()) else 1

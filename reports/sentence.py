@@ -217,7 +217,12 @@ def _proof(results: Results, main: Variant, other: Variant) -> str:
     decimals = ratio_decimals(contest.effect.low, contest.effect.high)
     low, high = number(contest.effect.low, decimals), number(contest.effect.high, decimals)
     pairs = count(contest.effect.n, "paired repeat")
-    return f"{start} ({percent(0.95)} interval {low} to {high}, {pairs})."
+    said = f"{start} ({percent(0.95)} interval {low} to {high}, {pairs})."
+    last = judged[-1]
+    if not last.proven:
+        bound = _bound(_room(last.effect))
+        said += f" At {last.load} no difference is proven; if there is one, it is smaller than {bound}."
+    return said
 
 
 def _bounds(judged: Sequence[Contest]) -> str:

@@ -203,7 +203,7 @@ def test_the_terminals_table_by_hand(tmp_path: Path) -> None:
 def test_narrow_tables_say_what_they_leave_out(folder: RunFolder) -> None:
     text = render(Results.of(folder), "table", 80)
     assert max(map(len, text.splitlines())) <= 80
-    assert "(no room for: requests" in text
+    assert "(left out at this width: requests" in text
     assert "\x1b" not in text
 
 

@@ -60,6 +60,13 @@ def test_nothing_proven_comes_with_a_bound(tmp_path: Path) -> None:
     )
 
 
+def test_a_largest_load_without_proof_has_its_bound_beside_what_is_proven(tmp_path: Path) -> None:
+    """The bound is that of the interval e^±0.02486 about 1, as above."""
+    found = finding(speeds(tmp_path / "run", {1: [1.19, 1.2, 1.21], 5: [0.99, 1.0, 1.01]}))
+    assert found.proven.startswith("At 1 user, paged gave 1.20 × the output tokens/s of contiguous (95 % interval")
+    assert found.proven.endswith("At 5 users no difference is proven; if there is one, it is smaller than 2.6 %.")
+
+
 def test_a_bound_beyond_twice_is_a_ratio(tmp_path: Path) -> None:
     """Of ln 0.8 and ln 1.3: mean 0.01961, s 0.34331, t(1) 12.7062: e^(0.01961 + 3.08452) is 22.29."""
     found = finding(speeds(tmp_path / "run", {1: [0.8, 1.3]}))

@@ -159,7 +159,7 @@ def _torch(dtype: str) -> Any:
 
 
 def _default_model(device: Device, choices: dict[str, str]) -> str:
-    from kvbench.engine.arena import available_bytes
+    from kvbench.engine.environment import available_bytes
     from kvbench.engine.weights import find_source
 
     if device.kind == "cpu":
@@ -246,7 +246,7 @@ def _default_pool(
 ) -> int:
     """On a GPU a share of the free memory; on a CPU, where memory is rarely what limits, half of what the largest load
     would take in full-length slots, so that the memory policy has something to decide."""
-    from kvbench.engine.arena import available_bytes
+    from kvbench.engine.environment import available_bytes
 
     if device.kind == "cuda":
         free = available_bytes(device.torch)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from kvbench.engine.environment import available_bytes
 from kvbench.errors import CellOutOfMemory
 
 
@@ -50,10 +50,3 @@ class Arena:
         """Store k and v [T, kv_heads, head_dim] in `rows` [T]."""
         self.k[layer].index_copy_(0, rows, k)
         self.v[layer].index_copy_(0, rows, v)
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody uses now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -147,10 +148,29 @@ def _first_line(*command: str) -> str | None:
     return next(iter(done.stdout.splitlines()), None)
 
 
+def available_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody uses now; on a CPU also within the limit of a container."""
+    import psutil
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(int(psutil.virtual_memory().available), _container_bytes(Path("/sys/fs/cgroup")))
+
+
+def _container_bytes(group: Path) -> int:
+    """What a control group (version 2) leaves: its limit less what is used and not merely a file's cached pages."""
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(stat["inactive_file"]))
+    except (OSError, ValueError, KeyError):  # no such group, or "max": no limit
+        return sys.maxsize
+
+
 def peak_memory_bytes() -> int:
     """The most memory this process had resident so far."""
     import resource
-    import sys
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,14 @@ from kvbench.engine.arena import Arena
 from kvbench.engine.attention.torch_path import Span, attend, spans
 from kvbench.engine.types import Batch
 from kvbench.paged.blocks import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A sequence's table, the allocator's own list, and its copy on the device, made anew when the list has grown."""
+
+    blocks: list[int]
+    on_device: Tensor
 
 
 class BlockCache:
@@ -21,24 +31,27 @@ class BlockCache:
         self._size = allocator.block_size
         self._rows = arena.rows // self._size * self._size  # those of whole blocks
         self._spans: list[Span] = []
-        self._tables: dict[int, Tensor] = {}
+        self._tables: dict[int, _Table] = {}
         self._writes = torch.empty(0, dtype=torch.int64)
         self._buffers = [arena.k[0].new_empty(0), arena.v[0].new_empty(0)]
 
     def begin(self, batch: Batch) -> None:
         device = self._arena.k[0].device
         self._spans = spans(batch)
-        self._tables.clear()
+        known, self._tables = self._tables, {}
         rows: list[int] = []
         for chunk in batch.chunks:
-            table = self._allocator.table(chunk.sequence)
-            self._tables[chunk.sequence.id] = torch.tensor(table, device=device)
+            blocks = self._allocator.table(chunk.sequence)
+            table = known.get(chunk.sequence.id)
+            if table is None or table.blocks is not blocks or len(table.on_device) != len(blocks):
+                table = _Table(blocks, torch.tensor(blocks, device=device))
+            self._tables[chunk.sequence.id] = table
             rows.extend(
-                table[position // self._size] * self._size + position % self._size
+                blocks[position // self._size] * self._size + position % self._size
                 for position in range(chunk.start, chunk.end)
             )
         self._writes = torch.tensor(rows, device=device)
-        self._reserve_buffers(max((len(table) for table in self._tables.values()), default=0))
+        self._reserve_buffers(max((len(table.blocks) for table in self._tables.values()), default=0))
 
     def _reserve_buffers(self, blocks: int) -> None:
         shape = self._arena.shape
@@ -65,7 +78,7 @@ class BlockCache:
 
         def rows(span: Span, skip: int) -> tuple[Tensor, Tensor]:
             first = skip // self._size
-            blocks = self._tables[span.sequence.id][first : -(-span.keys // self._size)]
+            blocks = self._tables[span.sequence.id].on_device[first : -(-span.keys // self._size)]
             mine = slice(skip - first * self._size, span.keys - first * self._size)
             found = []
             for arena, buffer in zip((self._arena.k[layer], self._arena.v[layer]), self._buffers, strict=True):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 import kvbench.cli.stack as stack
 from kvbench.cli.app import main
+from kvbench.engine.arena import Arena
 from kvbench.errors import CellOutOfMemory
 from kvbench.metrics.memory import split
 from kvbench.metrics.store import LEADING_COLUMNS, RunFolder
@@ -179,6 +181,29 @@ def test_a_cell_that_raises_leaves_a_row_and_the_sweep_goes_on(
     assert str(error).splitlines()[0] in rows["paged"]["reason"]
     assert not folder.has_run(rows["paged"]["cell"])
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_cell_returns_its_memory_before_the_next_begins(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Arena] = weakref.WeakSet()
+    made = []
+
+    class Watched(Arena):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            assert not alive, "the last cell's memory is still held"
+            super().__init__(*args, **options)
+            alive.add(self)
+            made.append(self.nbytes)
+
+        def write(self, *args: Any) -> None:
+            if broken and len(made) % 2:
+                raise RuntimeError("the device fell off")
+            super().write(*args)
+
+    monkeypatch.setattr("kvbench.engine.arena.Arena", Watched)
+    folder = sweep(*TINY, "--concurrency", "3", "--repeats", "2", "--num-warmups", "0")
+    assert len(made) >= 4 and not alive
+    assert [row["status"] for row in folder.rows()].count("failed") == (2 if broken else 0)
 
 
 def test_when_every_request_is_rejected_the_run_ends_with_1_and_a_report() -> None:

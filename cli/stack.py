@@ -40,21 +40,21 @@ class Backend:
 
     name: str
     make_allocator: Callable[[CacheConfig], Allocator]
-    make_cache: Callable[[Arena, Allocator], Cache]
+    make_cache: Callable[[Arena, Allocator, int], Cache]
 
 
-def _slot_cache(arena: Arena, allocator: Allocator) -> Cache:
+def _slot_cache(arena: Arena, allocator: Allocator, longest: int) -> Cache:
     from kvbench.contiguous.cache import SlotCache
 
     assert isinstance(allocator, Slots)
-    return SlotCache(arena, allocator)
+    return SlotCache(arena, allocator, longest)
 
 
-def _block_cache(arena: Arena, allocator: Allocator) -> Cache:
+def _block_cache(arena: Arena, allocator: Allocator, longest: int) -> Cache:
     from kvbench.paged.cache import BlockCache
 
     assert isinstance(allocator, BlockPool)
-    return BlockCache(arena, allocator)
+    return BlockCache(arena, allocator, longest)
 
 
 BACKENDS = {
@@ -88,7 +88,8 @@ class Stack:
         rows = self.cache.pool_tokens + self.cache.block_size
         arena = Arena(self.model.kv, rows, self.model.dtype, self.model.device)  # first: it says what is too large
         allocator = backend.make_allocator(replace(self.cache, reserve=variant.reserve))
-        runner = ModelRunner(self.model, backend.make_cache(arena, allocator))
+        cache = backend.make_cache(arena, allocator, self.cache.max_model_len)
+        runner = ModelRunner(self.model, cache)
         engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens)
         return serve(load, engine, WallClock(), watch)
 

@@ -115,7 +115,10 @@ def arena_for(
 
 def cache_for(allocator: Slots | BlockPool, arena: Arena) -> SlotCache | BlockCache:
     """The device half that belongs to the allocator."""
-    return BlockCache(arena, allocator) if isinstance(allocator, BlockPool) else SlotCache(arena, allocator)
+    longest = allocator.pool_tokens
+    if isinstance(allocator, BlockPool):
+        return BlockCache(arena, allocator, longest)
+    return SlotCache(arena, allocator, longest)
 
 
 def answer(

@@ -32,8 +32,8 @@ DEFINITIONS = (
     ("repeat", "An independent run with its own seed; every variant gets the same requests under the same seed."),
     (
         "95 % interval",
-        "Between repeats, mean ± t(n − 1) · s ÷ √n. Of a ratio: the same on its logarithm, paired by seed. One repeat "
-        "has none.",
+        "Between repeats, mean ± t(n − 1) · s ÷ √n. Of a ratio: the same on its logarithm, paired by seed, and wider "
+        "the more ratios a run compares, so that all of them hold together (Bonferroni). One repeat has none.",
     ),
     ("proven", "The interval of the ratio leaves out 1. Otherwise there is no proven difference."),
     ("failed", "Failed cells and requests carry no number. They are counted, never averaged as 0."),

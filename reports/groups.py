@@ -161,12 +161,12 @@ class Results:
         return [load for load in self.loads if all(self.at(variant, load, self.middle).ok for variant in variants)]
 
 
-def compare(a: Group, b: Group, column: str, *, higher_is_better: bool = True) -> Comparison:
+def compare(a: Group, b: Group, column: str, *, level: float, higher_is_better: bool = True) -> Comparison:
     """How many times `a` is `b`, paired by seed: a repeat that only one of them has is no pair."""
     by_seed = [{row.get("seed"): row.get(column) for row in group.ok} for group in (a, b)]
     seeds = [seed for seed in by_seed[0] if seed in by_seed[1]]
     pairs = [[values[seed] for seed in seeds] for values in by_seed]
-    return paired_ratio(*pairs, higher_is_better=higher_is_better)
+    return paired_ratio(*pairs, higher_is_better=higher_is_better, level=level)
 
 
 def _variants(rows: Sequence[Row]) -> list[Variant]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +31,7 @@ def conduct(config: SweepConfig, output: Path | None, output_format: str, dry_ru
     from kvbench.cli.show import show
 
     _check_output(output)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and `docker stop` end like Ctrl-C
     folder = _measured(config, output, dry_run)
     if folder is None:
         return 0
@@ -47,7 +52,6 @@ def _measured(config: SweepConfig, output: Path | None, dry_run: bool) -> RunFol
     _announce(job, say)
     with say.status("warming up"):
         cold_s, guesses_s = warm_up(job)
-    job = job.within_patience(guesses_s)
     _announce_time(job, guesses_s, say)
     if dry_run:
         return None
@@ -59,14 +63,19 @@ def _measured(config: SweepConfig, output: Path | None, dry_run: bool) -> RunFol
 def _check_output(output: Path | None) -> None:
     """Refuse a folder that cannot be written before the first second is spent."""
     where = output or Path("runs")
-    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+    try:
+        near = next(parent for parent in (where.absolute(), *where.absolute().parents) if parent.exists())
+    except OSError as error:
+        raise KvbenchError(f"cannot write --output {str(where)[:80]}: {error.strerror}; choose another") from error
+    if output is not None and near == output.absolute() and (not output.is_dir() or any(output.iterdir())):
         raise KvbenchError(f"--output {output} exists and is not an empty folder; choose another")
-    near = next(parent for parent in (where.absolute(), *where.absolute().parents) if parent.exists())
     if not near.is_dir() or not os.access(near, os.W_OK | os.X_OK):
         raise KvbenchError(f"cannot write {where}: {near} is no writable folder; choose another --output")
 
 
 def _prepared(config: SweepConfig, say: Console) -> Job:
+    # Threads that spin at every barrier slow a machine with anything else to do tenfold; torch reads this when loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with say.status("loading torch and the model"):
         from kvbench.cli.job import prepare
         from kvbench.engine.environment import unusable_gpu
@@ -85,7 +94,7 @@ def _announce(job: Job, say: Console) -> None:
     real = "random weights" if _random_weights(job) else "real weights"
     dtype = str(model.dtype).removeprefix("torch.")
     lines = {
-        "device": f"{job.device.name}, {job.device.cores} {'cores' if job.device.kind == 'cpu' else 'SMs'}",
+        "device": f"{job.device.name}, {_cores(job)}",
         "model": f"{job.source.name}, {real}, loaded in {job.model_load_s:.1f} s",
         "dtype": f"{dtype}, {per_token:,} bytes of KV a token",
         "kv_memory": f"{pool:,.0f} MiB = {cache.pool_tokens:,} tokens, the same for each backend",
@@ -98,6 +107,13 @@ def _announce(job: Job, say: Console) -> None:
         say.print(f"{name.replace('_', ' '):>14}  {line}{reason}", markup=False, soft_wrap=True)
 
 
+def _cores(job: Job) -> str:
+    if job.device.kind != "cpu":
+        return f"{job.device.cores} SMs"
+    threads = f", {job.device.threads} threads" if job.device.threads != job.device.cores else ""
+    return f"{job.device.cores} core{'s' * (job.device.cores > 1)}{threads}"
+
+
 def _random_weights(job: Job) -> bool:
     return job.config.weights == "random" or job.source.folder is None
 
@@ -106,8 +122,8 @@ def _loads(job: Job) -> str:
     users = dict.fromkeys(cell.concurrency for cell in job.cells if cell.concurrency is not None)
     rates = dict.fromkeys(cell.request_rate for cell in job.cells if cell.request_rate is not None)
     if rates:
-        return f"{', '.join(f'{rate:g}' for rate in rates)} requests/s, {job.config.arrivals}"
-    return f"{', '.join(map(str, users))} users at once"
+        return f"{', '.join(f'{rate:g}' for rate in rates)} requests/s, {job.config.arrivals or 'poisson'}"
+    return f"{', '.join(map(str, users))} user{'s' * (list(users) != [1])} at once"
 
 
 def _lengths(job: Job) -> str:
@@ -123,14 +139,12 @@ def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
 
     variants = len(dict.fromkeys((cell.backend, cell.reserve) for cell in job.cells))
     points = len(job.cells) // variants // job.repeats
-    reason = f"  ({job.choices['repeats']})" if "repeats" in job.choices else ""
-    say.print(
-        f"{'plan':>14}  {len(job.cells)} cells = {variants} backend{'s' * (variants > 1)} x {points} "
-        f"point{'s' * (points > 1)} x {job.repeats} repeat{'s' * (job.repeats > 1)}, "
-        f"about {clock(sum(guesses_s[cell.id] for cell in job.cells))}{reason}",
-        markup=False,
-        soft_wrap=True,
-    )
+    counts = {"backend": variants, "point": points, "repeat": job.repeats}
+    grid = " x ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items())
+    fewer = "" if job.config.repeats else "  (fewer repeats, but two, where time runs short; --repeats sets your own)"
+    took = clock(sum(guesses_s[cell.id] for cell in job.cells))
+    line = f"{'plan':>14}  {len(job.cells)} cell{'s' * (len(job.cells) > 1)} = {grid}, about {took}{fewer}"
+    say.print(line, markup=False, soft_wrap=True)
 
 
 def _create(job: Job, output: Path | None, cold_s: float | None) -> RunFolder:
@@ -138,8 +152,15 @@ def _create(job: Job, output: Path | None, cold_s: float | None) -> RunFolder:
 
     if output is None:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        output = Path("runs", f"{stamp}-{job.source.name}")
+        name = Path("runs", f"{stamp}-{job.source.name.replace('/', '--')}")
+        output = next(path for path in map(Path, _spellings(str(name))) if not path.exists())
     return RunFolder.create(output, _manifest(job, cold_s))
+
+
+def _spellings(name: str) -> Iterator[str]:
+    """`name`, then `name-2`, `name-3` …: two sweeps may start in the same second."""
+    yield name
+    yield from (f"{name}-{number}" for number in itertools.count(2))
 
 
 def _manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
@@ -191,8 +212,14 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
     progress = Progress(say, job.cells, guesses_s)
     once = {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s}
     interrupted = False
+    began_s, done = time.monotonic(), job.cells
     try:
-        for cell in job.cells:
+        for place, cell in enumerate(job.cells):
+            first = place == 0 or job.cells[place - 1].repeat < cell.repeat
+            if first and job.enough(cell, time.monotonic() - began_s):
+                done = job.cells[:place]
+                say.print(f"no time for more than {cell.repeat} repeats; --repeats sets your own")
+                break
             progress.start(cell)
             row, run = measure(job, cell, progress.watch)
             folder.write_cell(cell.id, row | once, run)
@@ -201,14 +228,17 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
         interrupted = True
     finally:
         progress.stop()
-    folder.update_manifest(
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
-        interrupted=interrupted,
-        peak_memory_bytes=peak_memory_bytes(),
-    )
+        folder.update_manifest(
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            interrupted=interrupted,
+            cells=[asdict(cell) for cell in done],
+            peak_memory_bytes=peak_memory_bytes(),
+        )
 
 
 def _said(row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
-    return f"{row['output_tokens_per_s']:.0f} out tok/s, {row['peak_running']} at once"
+    if (speed := row["output_tokens_per_s"]) is None:
+        return "ok"
+    return f"{speed:.0f} out tok/s, {row['peak_running']} at once"

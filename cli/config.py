@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +12,10 @@ from pathlib import Path
 from kvbench.errors import KvbenchError
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
 from kvbench.workloads.grid import Context, LoadPoint, Variant, parse_floats, parse_ints
+
+LARGEST = 10**9
+"""Beyond this a number is a slip of the finger, and would only fail later and less clearly."""
+MOST_REPEATS = 1000
 
 DATASETS = ("random", "support", "jsonl")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,8 +45,8 @@ class SweepConfig:
     max_sequences: int = 256
     max_tokens: int | None = None
     overflow: str = "reject"
-    arrivals: str = "poisson"
-    burstiness: float = 1.0
+    arrivals: str | None = None
+    burstiness: float | None = None
     range_ratio: float | None = None
     dataset: str = "random"
     dataset_path: Path | None = None
@@ -68,16 +72,16 @@ class SweepConfig:
             ("--repeats", self.repeats),
         )
         for flag, count in whole:
-            if count is not None and count < 1:
-                raise KvbenchError(f"{flag} must be at least 1, not {count}")
+            if count is not None and not 1 <= count <= LARGEST:
+                raise KvbenchError(f"{flag} must be at least 1 and at most {LARGEST:,}, not {count}")
         for flag, least, value in (
             ("--num-warmups", 0, self.warmups),
             ("--seed", 0, self.seed),
             ("--temperature", 0, self.temperature),
             ("--price", 0, self.price_usd_per_hour),
         ):
-            if value is not None and not least <= value < math.inf:
-                raise KvbenchError(f"{flag} must be a number of at least {least}, not {value}")
+            if value is not None and not least <= value <= LARGEST:
+                raise KvbenchError(f"{flag} must be at least {least} and at most {LARGEST:,}, not {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise KvbenchError(
                 f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
@@ -85,6 +89,9 @@ class SweepConfig:
         if self.range_ratio is not None and not 0 <= self.range_ratio < 1:
             raise KvbenchError(f"--range-ratio must be at least 0 and below 1, not {self.range_ratio}")
         self._check_dataset()
+        self._check_arrivals()
+        if self.repeats is not None and self.repeats > MOST_REPEATS:
+            raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
         future = [variant.reserve for variant in self.variants if variant.reserve in ("pow2", "oracle")]
         if future and (self.ignore_eos is False or (self.ignore_eos is None and self.dataset == "jsonl")):
             raise KvbenchError(
@@ -102,6 +109,15 @@ class SweepConfig:
         if self.dataset == "jsonl" and (self.range_ratio or any(c.input_tokens for c in lengths)):
             raise KvbenchError("--dataset jsonl has prompts of its own; drop --input-len and --range-ratio")
 
+    def _check_arrivals(self) -> None:
+        if self.burstiness is not None and not 0 < self.burstiness <= LARGEST:
+            raise KvbenchError(f"--burstiness must be above 0 and at most {LARGEST:,}, not {self.burstiness}")
+        if any(load.request_rate for load in self.loads or ()):
+            if self.burstiness is not None and self.arrivals != "gamma":
+                raise KvbenchError("--burstiness shapes gamma arrivals; add --arrivals gamma")
+        elif self.arrivals is not None or self.burstiness is not None:
+            raise KvbenchError("--arrivals and --burstiness belong to an open loop; add --request-rate")
+
     def facts(self) -> dict[str, object]:
         """As `run.json` keeps it: strict JSON values."""
         kept = asdict(self)
@@ -114,6 +130,7 @@ class SweepConfig:
 def choice(value: str, allowed: Iterable[str], flag: str) -> str:
     """`value` if it is one of `allowed`, in any case; else KvbenchError with the nearest."""
     names = list(allowed)
+    value = value.strip()
     if value.lower() in names:
         return value.lower()
     near = difflib.get_close_matches(value.lower(), names, n=1)
@@ -140,10 +157,14 @@ def parse_bytes(text: str, flag: str) -> int:
     return int(size)
 
 
-def parse_variants(backends: str, reserves: str, known: Iterable[str], policies: Iterable[str]) -> tuple[Variant, ...]:
+def parse_variants(
+    backends: str, reserves: str | None, known: Iterable[str], policies: Iterable[str]
+) -> tuple[Variant, ...]:
     """`--backend` and `--reserve` as rows of the comparison; a policy belongs to the contiguous backend alone."""
-    names = [choice(item.strip(), known, "--backend") for item in backends.split(",")]
-    rules = [choice(item.strip(), policies, "--reserve") for item in reserves.split(",")]
+    names = [choice(item, known, "--backend") for item in backends.split(",")]
+    rules = [choice(item, policies, "--reserve") for item in (reserves or "max").split(",")]
+    if reserves is not None and "contiguous" not in names:
+        raise KvbenchError("--reserve is a policy of the contiguous backend; add it to --backend or drop --reserve")
     found = [
         Variant(name, rule)
         for name in dict.fromkeys(names)
@@ -154,11 +175,11 @@ def parse_variants(backends: str, reserves: str, known: Iterable[str], policies:
 
 def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[LoadPoint, ...] | None:
     """`--concurrency` or `--request-rate` as points of the grid; None where neither is given."""
-    if concurrency and request_rate:
+    if concurrency is not None and request_rate is not None:
         raise KvbenchError("--concurrency and --request-rate are two different loads; give one of them")
-    if request_rate:
+    if request_rate is not None:
         return tuple(LoadPoint(request_rate=rate) for rate in parse_floats(request_rate, "--request-rate"))
-    if concurrency:
+    if concurrency is not None:
         return tuple(LoadPoint(concurrency=users) for users in parse_ints(concurrency, "--concurrency"))
     return None
 
@@ -167,9 +188,9 @@ def parse_contexts(inputs: str | None, outputs: str | None) -> tuple[Context, ..
     """Every input length with every output length; None where neither is given."""
     if inputs is None and outputs is None:
         return None
-    ins = parse_ints(inputs, "--input-len") if inputs else [None]
-    outs = parse_ints(outputs, "--output-len") if outputs else [None]
-    return tuple(Context(i, o) for i in ins for o in outs)
+    ins = parse_ints(inputs, "--input-len") if inputs is not None else [None]
+    outs = parse_ints(outputs, "--output-len") if outputs is not None else [None]
+    return tuple(Context(i, o) for i in dict.fromkeys(ins) for o in dict.fromkeys(outs))
 
 
 def parse_metadata(items: Iterable[str]) -> tuple[tuple[str, str], ...]:
@@ -177,7 +198,16 @@ def parse_metadata(items: Iterable[str]) -> tuple[tuple[str, str], ...]:
     for key, mark, _ in pairs:
         if not key or not mark:
             raise KvbenchError(f"--metadata takes key=value, not {key!r}")
+    if twice := [key for key, count in Counter(key for key, _, _ in pairs).items() if count > 1]:
+        raise KvbenchError(f"--metadata {twice[0]} is given twice; give every key once")
     return tuple((key, value) for key, _, value in pairs)
+
+
+def parse_device(value: str | None) -> str | None:
+    """`cpu`, `cuda` or `cuda:N` in any case; None for the best there is."""
+    if value is None or re.fullmatch(r"cpu|cuda(:\d+)?", value.strip().lower()):
+        return None if value is None else value.strip().lower()
+    raise KvbenchError(f"unknown --device {value!r}; use cpu, cuda or cuda:N")
 
 
 def parse_objectives(slo: Iterable[str], goodput: str | None) -> tuple[Slo, ...]:

@@ -23,7 +23,8 @@ LIBRARIES = ("torch", "transformers", "numpy", "triton")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a run is measured on. `bf16` and `fp16`: whether it multiplies these natively."""
+    """What a run is measured on. `bf16` and `fp16`: whether it multiplies these natively.
+    `threads` is how many of a CPU's cores torch uses."""
 
     kind: str
     torch_name: str
@@ -32,6 +33,7 @@ class Device:
     memory_bytes: int
     bf16: bool
     fp16: bool
+    threads: int | None = None
     driver: str | None = None
     uuid: str | None = None
 
@@ -78,6 +80,7 @@ def find_device(wanted: str | None) -> Device:
 
 def _cpu() -> Device:
     import psutil
+    import torch
 
     flags = _cpu_info("flags") or _cpu_info("Features") or ""
     words = set(flags.split())
@@ -89,6 +92,7 @@ def _cpu() -> Device:
         memory_bytes=int(psutil.virtual_memory().total),
         bf16=bool(words & {"avx512_bf16", "amx_bf16", "bf16"}),
         fp16=bool(words & {"avx512_fp16", "amx_fp16", "asimdhp"}),
+        threads=torch.get_num_threads(),
     )
 
 
@@ -115,6 +119,7 @@ def unusable_gpu() -> str | None:
 def versions() -> dict[str, str | None]:
     """Python, our commit and the libraries that decide what is measured."""
     found: dict[str, str | None] = {
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "kvbench": kvbench.__version__,

@@ -54,7 +54,7 @@ def test_a_sweep_leaves_a_readable_folder_tables_and_a_sentence(capsys: pytest.C
         run = folder.run(row["cell"])
         parts = split(run)
         assert (parts.pool == row["pool_tokens"]).all()
-        assert len(run.requests) == row["requests_finished"] == 3 * row["concurrency"]
+        assert len(run.requests) == row["requests_finished"] == 4 * row["concurrency"]
         assert all(request.sent_s == request.scheduled_s for request in run.requests)
 
 
@@ -113,6 +113,22 @@ BAD = {
     "an infinite rate": (["--request-rate", "inf"], "--request-rate"),
     "zero length": (["--input-len", "0"], "--input-len"),
     "zero repeats": (["--repeats", "0"], "--repeats"),
+    "endless repeats": (["--repeats", "99999999999999999999"], "--repeats"),
+    "endless requests": (["--num-prompts", "99999999999999999999"], "--num-prompts"),
+    "an endless rate": (["--request-rate", "1e300"], "--request-rate"),
+    "an empty list of users": (["--concurrency", ""], "--concurrency"),
+    "an empty length": (["--input-len", ""], "--input-len"),
+    "an empty model": (["--model", ""], "unknown model"),
+    "NaN burstiness": (["--burstiness", "nan", "--request-rate", "1", "--arrivals", "gamma"], "--burstiness"),
+    "burstiness of users": (["--burstiness", "0.5"], "--request-rate"),
+    "burstiness of poisson": (["--burstiness", "0.5", "--request-rate", "1"], "--arrivals gamma"),
+    "arrivals of users": (["--arrivals", "constant"], "--request-rate"),
+    "a policy of blocks": (["--backend", "paged", "--reserve", "oracle"], "--reserve"),
+    "an endless price": (["--price", "1e308"], "--price"),
+    "metadata twice": (["--metadata", "a=1", "--metadata", "a=2"], "--metadata a"),
+    "an endless name": (["--output", "x" * 300], "--output"),
+    "longer than the model": (["--input-len", "40000"], "--input-len"),
+    "no file but a device": (["--dataset", "jsonl", "--dataset-path", "/dev/null"], "/dev/null"),
     "zero block": (["--block-size", "0"], "--block-size"),
     "negative seed": (["--seed", "-1"], "--seed"),
     "NaN temperature": (["--temperature", "nan"], "--temperature"),
@@ -161,7 +177,7 @@ def test_a_cell_without_memory_leaves_a_row_with_its_bytes(capsys: pytest.Captur
     rows = folder.rows()
     assert len(rows) == 2 and {row["status"] for row in rows} == {"oom"}
     assert all("bytes free" in row["reason"] and f"{2**49:,}"[:6] in row["reason"] for row in rows)
-    assert all(row["output_tokens_per_s"] is None for row in rows if "output_tokens_per_s" in row)
+    assert not any("output_tokens_per_s" in row for row in rows), "a number that was never measured"
     assert "out of memory" in capsys.readouterr().out.lower()
 
 
@@ -215,7 +231,7 @@ def test_when_every_request_is_rejected_the_run_ends_with_1_and_a_report() -> No
 
 def test_truncated_prompts_are_served_and_counted() -> None:
     folder = sweep(*QUICK, "--max-model-len", "16", "--overflow", "truncate")
-    assert all(row["requests_truncated"] == 9 and row["status"] == "ok" for row in folder.rows())
+    assert all(row["requests_truncated"] == 12 and row["status"] == "ok" for row in folder.rows())
 
 
 def test_a_dry_run_says_what_would_happen_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +250,8 @@ def test_other_formats_have_the_result_alone_on_standard_output(name: str, capsy
     elif name == "csv":
         assert len(list(csv.DictReader(out.splitlines()))) == 2
     else:
-        assert out.count("| ---") >= 2 or out.count("|") > 20
+        assert [line for line in out.splitlines() if "paged" in line.lower() or "contiguous" in line.lower()]
+        assert out.count("---") >= 2
 
 
 def test_ctrl_c_leaves_a_valid_folder_and_a_partial_report() -> None:

@@ -6,7 +6,6 @@ a machine that slowly warms up or slows down favours none of them.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from kvbench.errors import KvbenchError
 
 _RANGE = re.compile(r"([\d.]+)-([\d.]+)([*+])([\d.]+)")
 _LONGEST_LIST = 10_000
+_LEAST, _MOST = Decimal("0.000001"), Decimal(10**9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ def _positive(word: str, item: str, flag: str) -> Decimal:
         raise KvbenchError(
             f"{flag} cannot read {item!r}; give numbers like 1,8,64 or ranges like 1-64*2 and 64-256+64"
         ) from None
-    if not (value.is_finite() and value > 0 and math.isfinite(float(value)) and float(value) > 0):
-        raise KvbenchError(f"{flag} takes positive numbers, not {item!r}")
+    if not (value.is_finite() and _LEAST <= value <= _MOST):
+        raise KvbenchError(f"{flag} takes numbers from {_LEAST} to {_MOST:,}, not {item!r}")
     return value
 
 

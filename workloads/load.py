@@ -134,7 +134,7 @@ def draw_requests(
         Request(
             id=index,
             prompt=drawn.prompt,
-            max_tokens=declared,
+            max_tokens=max_tokens or drawn.limit or declared,
             output_tokens=drawn.output_tokens if ignore_eos else None,
             scheduled_s=time_s,
             temperature=temperature,

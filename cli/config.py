@@ -52,6 +52,8 @@ class SweepConfig:
     seed: int = 0
     slos: tuple[Slo, ...] = DEFAULT_SLOS
     temperature: float = 0.0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
     ignore_eos: bool | None = None
     price_usd_per_hour: float | None = None
     save_tokens: bool = False
@@ -82,6 +84,10 @@ class SweepConfig:
             raise KvbenchError(
                 f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
             )
+        if not 0 < self.top_p <= 1:
+            raise KvbenchError(f"--top-p must be above 0 and at most 1, not {self.top_p}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise KvbenchError(f"--repetition-penalty must be from 0.01 to 100, not {self.repetition_penalty}")
         if self.range_ratio is not None and not 0 <= self.range_ratio < 1:
             raise KvbenchError(f"--range-ratio must be at least 0 and below 1, not {self.range_ratio}")
         self._check_dataset()

@@ -11,7 +11,7 @@ from kvbench.cli.config import SweepConfig
 from kvbench.cli.stack import CacheConfig, Stack
 from kvbench.engine.scheduler import Limits
 from kvbench.engine.shapes import SHAPES, find_shape
-from kvbench.engine.types import Request
+from kvbench.engine.types import Request, Sampling
 from kvbench.errors import KvbenchError
 from kvbench.workloads.arrivals import schedule
 from kvbench.workloads.datasets import Dataset, RandomTokens
@@ -67,7 +67,7 @@ class Job:
             cell.seed,
             max_tokens=config.max_tokens,
             arrivals=arrivals,
-            temperature=config.temperature,
+            sampling=Sampling(config.temperature, config.top_p, config.repetition_penalty),
             ignore_eos=self.ignore_eos,
             stop_ids=self.stop_ids,
         )

@@ -41,6 +41,8 @@ def sweep(
         ENGINE(help="Declared to the engine; default: the longest answer drawn."),
     ] = None,
     temperature: Annotated[float, ENGINE(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, ENGINE(help="Draw from the likeliest tokens that reach this together.")] = 1.0,
+    repetition_penalty: Annotated[float, ENGINE(help="Above 1: less of what prompt and answer have.")] = 1.0,
     ignore_eos: Annotated[
         bool | None,
         ENGINE(help="Answers have their drawn length (default but for jsonl)."),
@@ -112,6 +114,8 @@ def sweep(
         seed=seed,
         slos=flags.parse_objectives(slo or [], goodput),
         temperature=temperature,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
         ignore_eos=ignore_eos,
         price_usd_per_hour=price,
         save_tokens=save_tokens,

@@ -69,6 +69,18 @@ def test_the_backends_of_a_repeat_serve_the_same_requests_in_alternating_order()
     assert first["paged"] != second["paged"]
 
 
+def test_sampled_answers_are_the_same_on_both_backends_and_not_greedy() -> None:
+    asked = ("--temperature", "0.9", "--top-p", "0.95", "--repetition-penalty", "1.1")
+    answers = []
+    for more in (("--output", "out", *asked), ("--output", "greedy")):
+        sweep(*QUICK, "--save-tokens", *more)
+        folder = RunFolder.open(more[1])
+        contiguous, paged = (folder.run(row["cell"]).requests for row in folder.rows())
+        assert [one.output_token_ids for one in contiguous] == [one.output_token_ids for one in paged]
+        answers.append([one.output_token_ids for one in paged])
+    assert answers[0] != answers[1]
+
+
 def test_an_open_loop_and_every_reservation_policy_run_side_by_side() -> None:
     folder = sweep(*TINY, "--request-rate", "200", "--num-prompts", "12", "--repeats", "1",
                    "--reserve", "max,declared,pow2,oracle", "--arrivals", "gamma", "--burstiness", "0.5")  # fmt: skip
@@ -114,6 +126,9 @@ BAD = {
     "zero block": (["--block-size", "0"], "--block-size"),
     "negative seed": (["--seed", "-1"], "--seed"),
     "NaN temperature": (["--temperature", "nan"], "--temperature"),
+    "top-p of nothing": (["--top-p", "0"], "--top-p"),
+    "top-p beyond all": (["--top-p", "1.5"], "--top-p"),
+    "no penalty at all": (["--repetition-penalty", "0"], "--repetition-penalty"),
     "negative price": (["--price", "-1"], "--price"),
     "NaN ratio": (["--range-ratio", "nan"], "--range-ratio"),
     "too few requests": (["--concurrency", "8", "--num-prompts", "4"], "--num-prompts"),

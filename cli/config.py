@@ -21,6 +21,8 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {f"{_letter}ib": 1024**_power, _letter: 1024**_power, f"{_letter}b": 1000**_power}
 
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
 
 @dataclass(frozen=True, slots=True)
 class SweepConfig:
@@ -55,6 +57,8 @@ class SweepConfig:
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     ignore_eos: bool | None = None
+    request_timeout_s: float | None = None
+    cell_timeout_s: float | None = None
     price_usd_per_hour: float | None = None
     save_tokens: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
@@ -144,6 +148,19 @@ def parse_bytes(text: str, flag: str) -> int:
     if not 1 <= size < 2**60:
         raise KvbenchError(f"{flag} must be a size above 0, not {text!r}")
     return int(size)
+
+
+def parse_seconds(text: str | None, flag: str) -> float | None:
+    """`500ms`, `30s`, `1.5m`, `2h` in seconds; None where nothing was told."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    if found is None or found[2].lower() not in _SECONDS:
+        raise KvbenchError(f"{flag} cannot read {text!r}; write a time with its unit, such as 500ms, 30s, 5m or 2h")
+    seconds = float(found[1]) * _SECONDS[found[2].lower()]
+    if not 0 < seconds < math.inf:
+        raise KvbenchError(f"{flag} must be a time above 0, not {text!r}")
+    return seconds
 
 
 def parse_variants(backends: str, reserves: str, known: Iterable[str], policies: Iterable[str]) -> tuple[Variant, ...]:

@@ -137,7 +137,13 @@ def prepare(config: SweepConfig) -> Job:
         stack=Stack(
             model,
             CacheConfig(pool_tokens, config.block_size, max_model_len),
-            Limits(max_model_len, config.max_batched_tokens, config.max_sequences, config.overflow == "truncate"),
+            Limits(
+                max_model_len,
+                config.max_batched_tokens,
+                config.max_sequences,
+                config.overflow == "truncate",
+                config.request_timeout_s,
+            ),
             config.save_tokens,
         ),
         datasets=datasets,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from statistics import median
@@ -11,7 +12,7 @@ from kvbench.cli.stack import release_memory
 from kvbench.engine.engine import Watch
 from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
-from kvbench.metrics.records import FINISHED, REJECTED, Run
+from kvbench.metrics.records import FINISHED, REJECTED, UNFINISHED, Run
 from kvbench.metrics.summary import summarise
 from kvbench.workloads.grid import Cell, Variant
 from kvbench.workloads.load import ClosedLoop
@@ -23,8 +24,9 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     """The cell's row for `cells.csv` and its records (None where it could not run). Faults of kvbench itself and of its
     libraries end the cell, not the sweep; Ctrl-C and a user error end both."""
     status, reason, run = "ok", "", None
+    load, timeout_s = job.load(cell), job.config.cell_timeout_s or math.inf
     try:
-        run = job.stack.run(Variant(cell.backend, cell.reserve), job.load(cell), watch)
+        run = job.stack.run(Variant(cell.backend, cell.reserve), load, watch, timeout_s=timeout_s)
     except CellError as error:
         status, reason = error.status, str(error)
     except KvbenchError:
@@ -36,12 +38,15 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     if run is not None:
         config = job.config
         numbers = dict(summarise(run, slos=config.slos, price_usd_per_hour=config.price_usd_per_hour))
-        status, reason = _verdict(run)
+        status, reason = _verdict(run, load.remaining, timeout_s)
     return _leading(job, cell, status, reason) | numbers, run
 
 
-def _verdict(run: Run) -> tuple[str, str]:
-    """`ok` where any request finished; else what most of them met."""
+def _verdict(run: Run, unasked: int, timeout_s: float) -> tuple[str, str]:
+    """`timeout` where the cell was ended; `ok` where any request finished; else what most of them met."""
+    unfinished = sum(request.status == UNFINISHED for request in run.requests)
+    if unfinished or unasked:
+        return "timeout", f"ended by --cell-timeout {timeout_s:g}s: {unfinished} unfinished, {unasked} never asked"
     if any(request.status == FINISHED for request in run.requests):
         return "ok", ""
     (reason, count), *_ = Counter(request.reason for request in run.requests).most_common(1)
@@ -102,8 +107,9 @@ def _try(job: Job, variant: Variant, requests: list[Request]) -> Run | None:
     """A run to be forgotten; one that cannot run will say so as a cell."""
     if not requests:
         return None
+    patient = replace(job.stack, limits=replace(job.stack.limits, request_timeout_s=None))
     try:
-        return job.stack.run(variant, ClosedLoop(requests, len(requests)))
+        return patient.run(variant, ClosedLoop(requests, len(requests)))
     except KvbenchError:
         raise
     except Exception:
@@ -113,8 +119,10 @@ def _try(job: Job, variant: Variant, requests: list[Request]) -> Run | None:
 
 
 def _guess(job: Job, cell: Cell, step_s: float) -> float:
-    """Steps of decode at the cell's concurrency times the warm-up's step, and an open loop's own span at least."""
+    """Steps of decode at the cell's concurrency times the warm-up's step, and an open loop's own span at least; no
+    longer than a cell may take."""
     requests = job.requests(cell)
     tokens = sum(request.output_tokens or request.max_tokens for request in requests)
     together = min(cell.concurrency or job.config.max_sequences, job.config.max_sequences)
-    return max(requests[-1].scheduled_s, tokens / together * step_s)
+    guess_s = max(requests[-1].scheduled_s, tokens / together * step_s)
+    return min(guess_s, job.config.cell_timeout_s or math.inf)

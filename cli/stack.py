@@ -4,6 +4,7 @@ together for each cell of a sweep."""
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -79,8 +80,9 @@ class Stack:
     limits: Limits
     save_tokens: bool = False
 
-    def run(self, variant: Variant, load: Load, watch: Watch | None = None) -> Run:
-        """Serve `load` with a fresh engine and fresh memory. Raises CellError where the cell cannot run."""
+    def run(self, variant: Variant, load: Load, watch: Watch | None = None, *, timeout_s: float = math.inf) -> Run:
+        """Serve `load` with a fresh engine and fresh memory, for `timeout_s` at most. Raises CellError where the cell
+        cannot run."""
         from kvbench.engine.arena import Arena
         from kvbench.engine.runner import ModelRunner
 
@@ -90,7 +92,7 @@ class Stack:
         allocator = backend.make_allocator(replace(self.cache, reserve=variant.reserve))
         runner = ModelRunner(self.model, backend.make_cache(arena, allocator))
         engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens)
-        return serve(load, engine, WallClock(), watch)
+        return serve(load, engine, WallClock(), watch, timeout_s=timeout_s)
 
 
 def release_memory(model: BoundModel) -> None:

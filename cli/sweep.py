@@ -47,6 +47,9 @@ def sweep(
         bool | None,
         ENGINE(help="Answers have their drawn length (default but for jsonl)."),
     ] = None,
+    request_timeout: Annotated[
+        str | None, ENGINE(help="Abort a request this long after it was scheduled, as 30s.")
+    ] = None,
     concurrency: Annotated[str | None, LOAD(help="Closed loop: users, as 1,8,64 or 1-64*2.")] = None,
     request_rate: Annotated[str | None, LOAD(help="Open loop: requests per second, a list too.")] = None,
     arrivals: Annotated[str, LOAD(help="poisson | gamma | constant")] = "poisson",
@@ -66,6 +69,7 @@ def sweep(
         LOAD("--range-ratio", "--random-range-ratio", help="Lengths vary by ± this share."),
     ] = None,
     num_prompts: Annotated[int | None, LOAD(help="Requests a cell.")] = None,
+    cell_timeout: Annotated[str | None, LOAD(help="End a cell after this long, as 10m; its row says so.")] = None,
     num_warmups: Annotated[int, LOAD(help="Requests before the first cell.")] = 4,
     repeats: Annotated[
         int | None, LOAD(help="Independent repeats of every point; default: 2 to 5, as time allows.")
@@ -117,6 +121,8 @@ def sweep(
         top_p=top_p,
         repetition_penalty=repetition_penalty,
         ignore_eos=ignore_eos,
+        request_timeout_s=flags.parse_seconds(request_timeout, "--request-timeout"),
+        cell_timeout_s=flags.parse_seconds(cell_timeout, "--cell-timeout"),
         price_usd_per_hour=price,
         save_tokens=save_tokens,
         metadata=flags.parse_metadata(metadata or []),

@@ -18,17 +18,21 @@ from kvbench.errors import KvbenchError
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_batched_tokens` tokens a step, `max_sequences` running at once, `max_model_len` tokens of prompt and
-    declared answer together; `truncate` cuts the head of a prompt that goes beyond it instead of rejecting."""
+    declared answer together; `truncate` cuts the head of a prompt that goes beyond it instead of rejecting. A request
+    that has not finished `request_timeout_s` seconds after it was scheduled is aborted; None waits for ever."""
 
     max_model_len: int
     max_batched_tokens: int = 2048
     max_sequences: int = 256
     truncate: bool = False
+    request_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_batched_tokens", "max_sequences"):
             if getattr(self, name) < 1:
                 raise KvbenchError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise KvbenchError(f"request_timeout_s must be above 0, not {self.request_timeout_s}")
 
 
 @dataclass(slots=True)
@@ -61,6 +65,22 @@ class Scheduler:
         """The sequence has ended, well or not: its rows go back."""
         self.running.remove(sequence)
         self.allocator.free(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """The sequence is no longer wanted, whether it runs or waits."""
+        if sequence in self.running:
+            self.finish(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def drain(self) -> list[Sequence]:
+        """Everybody leaves, wanted or not, and all rows go back; returns those who were running or waiting."""
+        living = [*self.running, *self.waiting]
+        for sequence in living:
+            self.allocator.free(sequence)
+        self.running.clear()
+        self.waiting.clear()
+        return living
 
     def schedule(self) -> Plan:
         plan = Plan()

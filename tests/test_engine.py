@@ -18,7 +18,7 @@ from kvbench.engine.scheduler import Limits
 from kvbench.engine.types import Batch, Request, Sampled, Ticket, Usage
 from kvbench.errors import CellError, CellOutOfMemory
 from kvbench.metrics.memory import split
-from kvbench.metrics.records import FAILED, FINISHED, REJECTED, UNFINISHED, Hold
+from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, Hold
 from kvbench.workloads.load import ClosedLoop, OpenLoop
 
 
@@ -137,7 +137,9 @@ def check_times(served: Served) -> None:
             (record.token_s[0], record.token_s[-1]) if record.token_s else (None, None)
         )
         assert record.admitted_s == (mine[0][0].start_s if mine else None)
-        assert record.preemptions == max(0, sum(piece.start == 0 for _, piece in mine) - 1)
+        resumed = max(0, sum(piece.start == 0 for _, piece in mine) - 1)
+        gave_up = record.status == ABORTED and record.preemptions > resumed  # in the queue, after its last preemption
+        assert record.preemptions == resumed + gave_up
         assert record.sent_s == record.scheduled_s <= (run.end_s if record.admitted_s is None else record.admitted_s)
     assert all(before.end_s <= after.start_s < after.end_s <= run.end_s for before, after in pairwise(run.steps))
 

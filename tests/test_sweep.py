@@ -129,6 +129,10 @@ BAD = {
     "top-p of nothing": (["--top-p", "0"], "--top-p"),
     "top-p beyond all": (["--top-p", "1.5"], "--top-p"),
     "no penalty at all": (["--repetition-penalty", "0"], "--repetition-penalty"),
+    "a timeout without a unit": (["--request-timeout", "30"], "--request-timeout"),
+    "a timeout of nothing": (["--request-timeout", "0s"], "--request-timeout"),
+    "a timeout in a strange unit": (["--cell-timeout", "3 fortnights"], "--cell-timeout"),
+    "a timeout beyond all numbers": (["--cell-timeout", "9" * 400 + "h"], "--cell-timeout"),
     "negative price": (["--price", "-1"], "--price"),
     "NaN ratio": (["--range-ratio", "nan"], "--range-ratio"),
     "too few requests": (["--concurrency", "8", "--num-prompts", "4"], "--num-prompts"),
@@ -201,6 +205,34 @@ def test_when_every_request_is_rejected_the_run_ends_with_1_and_a_report() -> No
     assert {row["status"] for row in folder.rows()} == {"rejected"}
     assert all("max_model_len 10" in row["reason"] and row["ttft_p50_s"] is None for row in folder.rows())
     assert (folder.path / "report.html").is_file()
+
+
+def test_a_request_that_takes_too_long_is_aborted_and_counted() -> None:
+    folder = sweep(*QUICK, "--num-prompts", "6", "--request-timeout", "0.001ms", code=1)
+    for row in folder.rows():
+        assert (row["status"], row["requests_aborted"], row["requests_submitted"]) == ("failed", 6, 6)
+        assert row["reason"] == "no request finished; 6 of 6: not finished 1e-06 s after it was scheduled"
+        assert row["ttft_p50_s"] is None and row["ttft_samples"] == row["goodput_per_s"] == row["attainment"] == 0
+    assert folder.manifest["timings"]["cold_first_token_s"] > 0, "the warm-up is no client that loses patience"
+    assert (folder.path / "report.html").is_file()
+
+
+def test_a_cell_that_takes_too_long_is_ended_and_keeps_what_it_measured() -> None:  # guidellm#588
+    folder = sweep(*TINY[:-1], "400", *QUICK[len(TINY) :], "--cell-timeout", "200ms", code=1)
+    for row in folder.rows():
+        run = folder.run(row["cell"])
+        assert row["status"] == "timeout"
+        assert row["reason"] == "ended by --cell-timeout 0.2s: 3 unfinished, 6 never asked"
+        assert (row["requests_submitted"], row["requests_unfinished"], row["attainment"]) == (3, 3, 0)
+        assert run.steps[-1].start_s < 0.2 <= run.end_s and row["output_tokens_per_s"] > 0
+        split(run)
+    assert "--cell-timeout" in (folder.path / "report.html").read_text()
+
+
+def test_timeouts_that_nothing_reaches_change_nothing() -> None:
+    folder = sweep(*QUICK, "--request-timeout", "5m", "--cell-timeout", "1.5h")
+    assert all((row["status"], row["requests_aborted"]) == ("ok", 0) for row in folder.rows())
+    assert (folder.manifest["config"]["request_timeout_s"], folder.manifest["config"]["cell_timeout_s"]) == (300, 5400)
 
 
 def test_truncated_prompts_are_served_and_counted() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvbench.errors import KvbenchError
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
-from kvbench.workloads.grid import Context, LoadPoint, Variant, parse_floats, parse_ints
+from kvbench.workloads.grid import BATCHINGS, Context, LoadPoint, Variant, parse_floats, parse_ints
 
 DATASETS = ("random", "support", "jsonl")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -163,12 +163,21 @@ def parse_seconds(text: str | None, flag: str) -> float | None:
     return seconds
 
 
-def parse_variants(backends: str, reserves: str, known: Iterable[str], policies: Iterable[str]) -> tuple[Variant, ...]:
-    """`--backend` and `--reserve` as rows of the comparison; a policy belongs to the contiguous backend alone."""
+def parse_variants(
+    backends: str, reserves: str, batching: str, known: Iterable[str], policies: Iterable[str]
+) -> tuple[Variant, ...]:
+    """`--backend`, `--reserve` and `--batching` as rows of the comparison; a policy belongs to the contiguous backend
+    alone, and so do static batches."""
     names = [choice(item.strip(), known, "--backend") for item in backends.split(",")]
     rules = [choice(item.strip(), policies, "--reserve") for item in reserves.split(",")]
+    batching = choice(batching, BATCHINGS, "--batching")
+    if batching == "static" and set(names) != {"contiguous"}:
+        raise KvbenchError(
+            "--batching static is for the contiguous backend, whose rows are held until a whole batch ends; "
+            "add --backend contiguous, and measure paged in a run of its own"
+        )
     found = [
-        Variant(name, rule)
+        Variant(name, rule, batching)
         for name in dict.fromkeys(names)
         for rule in (dict.fromkeys(rules) if name == "contiguous" else (None,))
     ]

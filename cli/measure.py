@@ -26,7 +26,7 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     status, reason, run = "ok", "", None
     load, timeout_s = job.load(cell), job.config.cell_timeout_s or math.inf
     try:
-        run = job.stack.run(Variant(cell.backend, cell.reserve), load, watch, timeout_s=timeout_s)
+        run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
     except CellError as error:
         status, reason = error.status, str(error)
     except KvbenchError:
@@ -78,6 +78,7 @@ def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
         "status": status,
         "reason": reason,
         "order": cell.order,
+        "batching": cell.batching,
     }
 
 
@@ -90,7 +91,7 @@ def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
     cold_s, guesses_s = None, {}
     step_s: dict[Variant, float] = {}
     for cell in job.cells:
-        variant = Variant(cell.backend, cell.reserve)
+        variant = cell.variant
         if variant not in step_s:
             requests = [replace(request, scheduled_s=0.0) for request in job.requests(cell)]
             if not step_s:

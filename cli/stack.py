@@ -13,7 +13,8 @@ from kvbench.contiguous.slots import POLICIES, Slots
 from kvbench.engine.clock import WallClock
 from kvbench.engine.engine import Engine, Watch, serve
 from kvbench.engine.interfaces import Allocator, Cache, Load
-from kvbench.engine.scheduler import Limits
+from kvbench.engine.scheduler import Limits, Scheduler
+from kvbench.engine.static import StaticScheduler
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
 from kvbench.workloads.grid import Variant
@@ -58,6 +59,13 @@ def _block_cache(arena: Arena, allocator: Allocator) -> Cache:
     return BlockCache(arena, allocator)
 
 
+def _scheduler(batching: str, allocator: Allocator, limits: Limits) -> Scheduler:
+    if batching == "continuous":
+        return Scheduler(allocator, limits)
+    assert isinstance(allocator, Slots), "the command line refuses static batches on other backends"
+    return StaticScheduler(allocator, limits)
+
+
 BACKENDS = {
     backend.name: backend
     for backend in (
@@ -91,7 +99,8 @@ class Stack:
         arena = Arena(self.model.kv, rows, self.model.dtype, self.model.device)  # first: it says what is too large
         allocator = backend.make_allocator(replace(self.cache, reserve=variant.reserve))
         runner = ModelRunner(self.model, backend.make_cache(arena, allocator))
-        engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens)
+        scheduler = _scheduler(variant.batching, allocator, self.limits)
+        engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens, scheduler=scheduler)
         return serve(load, engine, WallClock(), watch, timeout_s=timeout_s)
 
 

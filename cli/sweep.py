@@ -34,6 +34,7 @@ def sweep(
     block_size: Annotated[int, MEMORY(help="Tokens a block (paged).")] = 16,
     reserve: Annotated[str, MEMORY(help="max | declared | pow2 | oracle (contiguous).")] = "max",
     overflow: Annotated[str, MEMORY(help="reject | truncate what exceeds --max-model-len.")] = "reject",
+    batching: Annotated[str, ENGINE(help="continuous | static (contiguous).")] = "continuous",
     max_num_batched_tokens: Annotated[int, ENGINE(help="Token budget of a step.")] = 2048,
     max_num_seqs: Annotated[int, ENGINE(help="Most sequences running at once.")] = 256,
     max_tokens: Annotated[
@@ -92,7 +93,7 @@ def sweep(
     from kvbench.cli.stack import BACKENDS, RESERVATIONS
 
     config = flags.SweepConfig(
-        variants=flags.parse_variants(backend, reserve, BACKENDS, RESERVATIONS),
+        variants=flags.parse_variants(backend, reserve, batching, BACKENDS, RESERVATIONS),
         loads=flags.parse_loads(concurrency, request_rate),
         contexts=flags.parse_contexts(input_len, output_len),
         model=model,

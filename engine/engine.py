@@ -21,14 +21,23 @@ class Engine:
     """Serves requests over one allocator and one executor, one batch in flight at a time.
 
     A step is `launch(now)` → `collect()` → `commit(now)`: it starts at the first `now` and its tokens exist at the
-    second. `take_done()` hands out what ended since the last call. `abort` may come at any moment.
+    second. `take_done()` hands out what ended since the last call. `abort` may come at any moment. `scheduler`
+    batches in its own way, over the same allocator and limits; the default is continuous batching.
     """
 
-    def __init__(self, allocator: Allocator, executor: Executor, limits: Limits, *, save_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        executor: Executor,
+        limits: Limits,
+        *,
+        save_tokens: bool = False,
+        scheduler: Scheduler | None = None,
+    ) -> None:
         self.allocator = allocator
         self.executor = executor
         self.limits = limits
-        self.scheduler = Scheduler(allocator, limits)
+        self.scheduler = scheduler or Scheduler(allocator, limits)
         self.ledger = Ledger()
         self.records: list[RequestRecord] = []
         self.steps: list[StepRecord] = []

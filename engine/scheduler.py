@@ -93,8 +93,7 @@ class Scheduler:
         """Give every running sequence its next chunk, the oldest first; returns what is left of the budget."""
         budget = self.limits.max_batched_tokens
         at = 0
-        while at < len(self.running):
-            assert budget > 0, "a sequence is admitted only while the budget lasts, so each gets a token a step"
+        while budget and at < len(self.running):
             sequence = self.running[at]
             end = min(sequence.known, sequence.computed + budget)
             if self._make_room(sequence, end, plan):
@@ -120,19 +119,25 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
-        """Admit from the head of the queue while a sequence's whole known part fits; nobody overtakes the head."""
-        while self.waiting and budget and len(self.running) < self.limits.max_sequences:
+        """Admit while the budget lasts, so that all who run get a token a step."""
+        while budget and (sequence := self._admit(plan)):
+            budget -= self._run(sequence, min(sequence.known, sequence.computed + budget), plan)
+
+    def _admit(self, plan: Plan) -> Sequence | None:
+        """Admit the head of the queue where its whole known part fits; nobody overtakes it."""
+        while self.waiting and len(self.running) < self.limits.max_sequences:
             sequence = self.waiting[0]
             if not self.allocator.could_hold(sequence, sequence.known):
                 self.waiting.popleft()
                 plan.hopeless.append((sequence, self._outgrown(sequence, sequence.known)))
                 continue
             if not self.allocator.reserve(sequence, sequence.known):
-                return
+                return None
             self.waiting.popleft()
             self.running.append(sequence)
             plan.admitted.append(sequence)
-            budget -= self._run(sequence, min(sequence.known, sequence.computed + budget), plan)
+            return sequence
+        return None
 
     def _run(self, sequence: Sequence, end: int, plan: Plan) -> int:
         chunk = Chunk(sequence, sequence.computed, end, samples=end == sequence.known)

@@ -17,6 +17,7 @@ from kvbench.engine.clock import VirtualClock
 from kvbench.engine.engine import Engine, serve
 from kvbench.engine.interfaces import Load
 from kvbench.engine.scheduler import Limits
+from kvbench.engine.static import StaticScheduler
 from kvbench.engine.types import Request, Usage
 from kvbench.errors import KvbenchError
 from kvbench.metrics.memory import split
@@ -30,9 +31,10 @@ PHASES = ("before the launch", "in flight", "after the commit")
 def check_partition(pool: Pool, engine: Engine) -> None:
     """Every row is free or held by exactly one sequence, and by none that has ended."""
     held = Counter[int]()
-    for sequence in engine.scheduler.running:
+    ended = engine.scheduler.ended if isinstance(engine.scheduler, StaticScheduler) else []
+    for sequence in [*engine.scheduler.running, *ended]:
         if isinstance(pool, Slots):
-            held.update(rows_of(pool, sequence, max(sequence.known, pool.asked(sequence))))
+            held.update(rows_of(pool, sequence, max(sequence.computed, pool.asked(sequence))))
         else:
             held.update(rows_of(pool, sequence, len(pool.table(sequence)) * pool.block_size))
     assert not held or max(held.values()) == 1, "a row has two owners"
@@ -47,10 +49,14 @@ class Story:
     """An engine taken through its steps by hand: requests arrive and are aborted when a test says so. `done` are the
     records handed out, in order."""
 
-    def __init__(self, kind: str, pool_tokens: int, limits: Limits) -> None:
+    def __init__(self, kind: str, pool_tokens: int, limits: Limits, static: bool = False) -> None:
         self.pool = make_pool(kind, pool_tokens, limits.max_model_len)
         self.executor = FakeExecutor(self.pool)
-        self.engine = Engine(self.pool, self.executor, limits, save_tokens=True)
+        scheduler = None
+        if static:
+            assert isinstance(self.pool, Slots)
+            scheduler = StaticScheduler(self.pool, limits)
+        self.engine = Engine(self.pool, self.executor, limits, save_tokens=True, scheduler=scheduler)
         self.now_s = 0.0
         self.done: list[RequestRecord] = []
 
@@ -92,7 +98,7 @@ def test_aborts_and_ends_at_random(data: st.DataObject) -> None:  # sglang#11970
     kind = data.draw(st.sampled_from(KINDS))
     limits = Limits(40, data.draw(st.integers(1, 24)), data.draw(st.integers(1, 6)))
     pool_tokens = data.draw(st.integers(28, 90)) * (8 if kind == "paged-256" else 1)
-    story = Story(kind, pool_tokens, limits)
+    story = Story(kind, pool_tokens, limits, static=not kind.startswith("paged-") and data.draw(st.booleans()))
     asked: list[Request] = []
     accepted: set[int] = set()
     for _ in range(data.draw(st.integers(1, 30))):

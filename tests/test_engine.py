@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,13 +25,14 @@ from kvbench.workloads.load import ClosedLoop, OpenLoop
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run to make; `concurrency` 0 is an open loop."""
+    """One run to make; `concurrency` 0 is an open loop, `static` batches are for contiguous kinds."""
 
     kind: str
     pool_tokens: int
     limits: Limits
     requests: tuple[Request, ...]
     concurrency: int
+    static: bool = False
 
     @property
     def block(self) -> int:
@@ -40,7 +42,7 @@ class Cell:
     def serve(self) -> Served:
         load: Load = ClosedLoop(self.requests, self.concurrency) if self.concurrency else OpenLoop(self.requests)
         pool = make_pool(self.kind, self.pool_tokens, self.limits.max_model_len)
-        served = serve_on(pool, load, self.limits)
+        served = serve_on(pool, load, self.limits, static=self.static)
         assert pool.usage() == Usage(0, 0, self.pool_tokens), "rows leaked"
         assert load.next_s() is None and load.due(1e9) == [], "requests were never asked for"
         return served
@@ -65,8 +67,8 @@ class Cell:
 
 
 @st.composite
-def cells(draw: st.DrawFn) -> Cell:
-    kind = draw(st.sampled_from((*KINDS, "paged-1", "paged-3", "paged-16")))
+def cells(draw: st.DrawFn, kinds: Ordered[str] = (*KINDS, "paged-1", "paged-3", "paged-16")) -> Cell:
+    kind = draw(st.sampled_from(kinds))
     limits = Limits(
         max_model_len=draw(st.one_of(st.integers(20, 40), st.integers(1, 40))),
         max_batched_tokens=draw(st.one_of(st.integers(1, 8), st.integers(9, 80))),

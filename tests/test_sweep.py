@@ -89,6 +89,24 @@ def test_an_open_loop_and_every_reservation_policy_run_side_by_side() -> None:
     assert all(row["request_rate"] == 200 and row["concurrency"] is None for row in rows.values())
 
 
+def test_static_batches_hold_more_for_nothing_and_answer_the_same() -> None:
+    wide = (*TINY[:-1], "16", "--range-ratio", "0.9", "--concurrency", "8", "--num-prompts", "24", "--repeats", "1")
+    found = []
+    for more in (("--output", "out", "--batching", "static"), ("--output", "continuous")):
+        sweep(*wide, "--backend", "contiguous", "--save-tokens", *more)
+        folder = RunFolder.open(more[1])
+        (row,) = folder.rows()
+        found.append((row, [one.output_token_ids for one in folder.run(row["cell"]).requests]))
+        split(folder.run(row["cell"]))
+    (static, tokens), (continuous, same) = found
+    assert tokens == same and static["cell"].startswith("contiguous-max-static-")
+    assert (static["batching"], continuous["batching"]) == ("static", "continuous")
+    assert static["steps"] > continuous["steps"]
+    assert static["kv_fragmentation_mean"] > continuous["kv_fragmentation_mean"]
+    assert "ontiguous, static" in Path("out/report.html").read_text()
+    assert ", static" not in Path("continuous/report.html").read_text()
+
+
 def test_at_equal_bytes_only_equal_slots_are_bound_by_the_longest_request() -> None:
     """On the support desk's chats, with room for six requests of 300 tokens (1.2 x the longest): `max` admits exactly
     six at once, the others more, and all answer with the same tokens."""
@@ -133,6 +151,8 @@ BAD = {
     "a timeout of nothing": (["--request-timeout", "0s"], "--request-timeout"),
     "a timeout in a strange unit": (["--cell-timeout", "3 fortnights"], "--cell-timeout"),
     "a timeout beyond all numbers": (["--cell-timeout", "9" * 400 + "h"], "--cell-timeout"),
+    "static batches of blocks": (["--batching", "static"], "--batching static"),
+    "an unknown way to batch": (["--batching", "dynamic"], "--batching"),
     "negative price": (["--price", "-1"], "--price"),
     "NaN ratio": (["--range-ratio", "nan"], "--range-ratio"),
     "too few requests": (["--concurrency", "8", "--num-prompts", "4"], "--num-prompts"),

@@ -137,7 +137,7 @@ def _lengths(job: Job) -> str:
 def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
     from kvbench.cli.progress import clock
 
-    variants = len(dict.fromkeys((cell.backend, cell.reserve) for cell in job.cells))
+    variants = len(dict.fromkeys(cell.variant for cell in job.cells))
     points = len(job.cells) // variants // job.repeats
     counts = {"backend": variants, "point": points, "repeat": job.repeats}
     grid = " x ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from kvbench.errors import KvbenchError
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
-from kvbench.workloads.grid import Context, LoadPoint, Variant, parse_floats, parse_ints
+from kvbench.workloads.grid import BATCHINGS, Context, LoadPoint, Variant, parse_floats, parse_ints
 
 LARGEST = 10**9
 """Beyond this a number is a slip of the finger, and would only fail later and less clearly."""
@@ -24,6 +25,8 @@ FORMATS = ("table", "markdown", "csv", "json")
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {f"{_letter}ib": 1024**_power, _letter: 1024**_power, f"{_letter}b": 1000**_power}
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,11 @@ class SweepConfig:
     seed: int = 0
     slos: tuple[Slo, ...] = DEFAULT_SLOS
     temperature: float = 0.0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
     ignore_eos: bool | None = None
+    request_timeout_s: float | None = None
+    cell_timeout_s: float | None = None
     price_usd_per_hour: float | None = None
     save_tokens: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
@@ -86,6 +93,10 @@ class SweepConfig:
             raise KvbenchError(
                 f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
             )
+        if not 0 < self.top_p <= 1:
+            raise KvbenchError(f"--top-p must be above 0 and at most 1, not {self.top_p}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise KvbenchError(f"--repetition-penalty must be from 0.01 to 100, not {self.repetition_penalty}")
         if self.range_ratio is not None and not 0 <= self.range_ratio < 1:
             raise KvbenchError(f"--range-ratio must be at least 0 and below 1, not {self.range_ratio}")
         self._check_dataset()
@@ -157,19 +168,37 @@ def parse_bytes(text: str, flag: str) -> int:
     return int(size)
 
 
+def parse_seconds(text: str | None, flag: str) -> float | None:
+    """`500ms`, `30s`, `1.5m`, `2h` in seconds; None where nothing was told."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    if found is None or found[2].lower() not in _SECONDS:
+        raise KvbenchError(f"{flag} cannot read {text!r}; write a time with its unit, such as 500ms, 30s, 5m or 2h")
+    seconds = float(found[1]) * _SECONDS[found[2].lower()]
+    if not 0 < seconds < math.inf:
+        raise KvbenchError(f"{flag} must be a time above 0, not {text!r}")
+    return seconds
+
+
 def parse_variants(
-    backends: str, reserves: str | None, known: Iterable[str], policies: Iterable[str]
+    backends: str, reserves: str | None, batching: str | None, known: Iterable[str], policies: Iterable[str]
 ) -> tuple[Variant, ...]:
-    """`--backend` and `--reserve` as rows of the comparison; a policy belongs to the contiguous backend alone."""
+    """`--backend`, `--reserve` and `--batching` as rows of the comparison; the last two belong to the contiguous
+    backend alone."""
     names = [choice(item, known, "--backend") for item in backends.split(",")]
     rules = [choice(item, policies, "--reserve") for item in (reserves or "max").split(",")]
-    if reserves is not None and "contiguous" not in names:
-        raise KvbenchError("--reserve is a policy of the contiguous backend; add it to --backend or drop --reserve")
-    found = [
-        Variant(name, rule)
-        for name in dict.fromkeys(names)
-        for rule in (dict.fromkeys(rules) if name == "contiguous" else (None,))
-    ]
+    batchings = [choice(item, BATCHINGS, "--batching") for item in (batching or "continuous").split(",")]
+    if "contiguous" not in names:
+        for flag, value in (("--reserve", reserves), ("--batching", batching)):
+            if value is not None:
+                raise KvbenchError(f"{flag} is a policy of the contiguous backend; add it to --backend or drop {flag}")
+    found: list[Variant] = []
+    for name in dict.fromkeys(names):
+        if name == "contiguous":
+            found += [Variant(name, rule, way) for rule in dict.fromkeys(rules) for way in dict.fromkeys(batchings)]
+        else:
+            found.append(Variant(name))
     return tuple(found)
 
 

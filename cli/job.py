@@ -11,7 +11,7 @@ from kvbench.cli.config import SweepConfig
 from kvbench.cli.stack import CacheConfig, Stack
 from kvbench.engine.scheduler import Limits
 from kvbench.engine.shapes import SHAPES, find_shape
-from kvbench.engine.types import Request
+from kvbench.engine.types import Request, Sampling
 from kvbench.errors import KvbenchError
 from kvbench.workloads.arrivals import schedule
 from kvbench.workloads.datasets import Dataset, RandomTokens
@@ -69,7 +69,7 @@ class Job:
             cell.seed,
             max_tokens=config.max_tokens,
             arrivals=arrivals,
-            temperature=config.temperature,
+            sampling=Sampling(config.temperature, config.top_p, config.repetition_penalty),
             ignore_eos=self.ignore_eos,
             stop_ids=self.stop_ids,
         )
@@ -141,7 +141,13 @@ def prepare(config: SweepConfig) -> Job:
         stack=Stack(
             model,
             CacheConfig(pool_tokens, config.block_size, max_model_len),
-            Limits(max_model_len, config.max_batched_tokens, config.max_sequences, config.overflow == "truncate"),
+            Limits(
+                max_model_len,
+                config.max_batched_tokens,
+                config.max_sequences,
+                config.overflow == "truncate",
+                config.request_timeout_s,
+            ),
             config.save_tokens,
         ),
         datasets=datasets,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from kvbench.cli.stack import release_memory
 from kvbench.engine.engine import Watch
 from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
-from kvbench.metrics.records import FINISHED, REJECTED, Run
+from kvbench.metrics.records import FINISHED, REJECTED, UNFINISHED, Run
 from kvbench.metrics.summary import summarise
 from kvbench.workloads.grid import Cell, Variant
 from kvbench.workloads.load import ClosedLoop
@@ -25,10 +26,11 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     libraries end the cell, not the sweep; Ctrl-C and a user error end both."""
     status, reason, run = "ok", "", None
     numbers: Row = {}
+    load, timeout_s = job.load(cell), job.config.cell_timeout_s or math.inf
     try:
-        run = job.stack.run(Variant(cell.backend, cell.reserve), job.load(cell), watch)
+        run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
         numbers = dict(summarise(run, slos=job.config.slos, price_usd_per_hour=job.config.price_usd_per_hour))
-        status, reason = _verdict(run)
+        status, reason = _verdict(run, load.remaining, timeout_s)
     except CellError as error:
         status, reason = error.status, str(error)
     except KvbenchError:
@@ -41,8 +43,12 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     return _leading(job, cell, status, reason) | numbers, run
 
 
-def _verdict(run: Run) -> tuple[str, str]:
-    """`ok` where any request finished; else what most of them met, reasons that differ in their numbers being one."""
+def _verdict(run: Run, unasked: int, timeout_s: float) -> tuple[str, str]:
+    """`timeout` where the cell was ended; `ok` where any request finished; else what most of them met, reasons that
+    differ in their numbers being one."""
+    unfinished = sum(request.status == UNFINISHED for request in run.requests)
+    if unfinished or unasked:
+        return "timeout", f"ended by --cell-timeout {timeout_s:g}s: {unfinished} unfinished, {unasked} never asked"
     if any(request.status == FINISHED for request in run.requests):
         return "ok", ""
     kinds = Counter(re.sub(r"\d+", "#", request.reason) for request in run.requests)
@@ -76,6 +82,7 @@ def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
         "status": status,
         "reason": reason,
         "order": cell.order,
+        "batching": cell.batching,
     }
 
 
@@ -104,7 +111,7 @@ def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
     cold_s = None
     paces: dict[Variant, Pace] = {}
     for cell in job.cells:
-        variant = Variant(cell.backend, cell.reserve)
+        variant = cell.variant
         if variant in paces:
             continue
         requests = _short(job, variant)
@@ -113,13 +120,13 @@ def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
             cold_s = job.stack.model.first_forward_s + first.requests[0].first_s
         many = _try(job, variant, requests) if job.config.warmups else None
         paces[variant] = _pace(first, many)
-    return cold_s, {cell.id: _guess(job, cell, paces[Variant(cell.backend, cell.reserve)]) for cell in job.cells}
+    return cold_s, {cell.id: _guess(job, cell, paces[cell.variant]) for cell in job.cells}
 
 
 def _short(job: Job, variant: Variant) -> list[Request]:
     """The first requests of the variant's largest load, as many as it has users (16 at most, or as many warm-ups as
     were asked for), each for a few tokens."""
-    mine = [cell for cell in job.cells if Variant(cell.backend, cell.reserve) == variant]
+    mine = [cell for cell in job.cells if cell.variant == variant]
     cell = max(mine, key=lambda cell: (cell.concurrency or 0, cell.request_rate or 0, cell.input_tokens or 0))
     count = max(job.config.warmups, min(cell.concurrency or 16, 16))
     return [
@@ -130,8 +137,9 @@ def _short(job: Job, variant: Variant) -> list[Request]:
 
 def _try(job: Job, variant: Variant, requests: list[Request]) -> Run | None:
     """A run to be forgotten; one that cannot run will say so as a cell."""
+    patient = replace(job.stack, limits=replace(job.stack.limits, request_timeout_s=None))
     try:
-        return job.stack.run(variant, ClosedLoop(requests, len(requests)))
+        return patient.run(variant, ClosedLoop(requests, len(requests)))
     except KvbenchError:
         raise
     except Exception:
@@ -158,11 +166,11 @@ def _pace(first: Run | None, many: Run | None) -> Pace:
 
 def _guess(job: Job, cell: Cell, pace: Pace) -> float:
     """Prompts and answers at the variant's pace, with as many sequences at once as users ask and memory lets run; an
-    open loop lasts as long as its schedule at least."""
+    open loop lasts as long as its schedule at least, and no cell longer than it may."""
     requests = job.requests(cell)
     asked = min(cell.concurrency or pace.together, job.config.max_sequences)
     at_once = asked if pace.together >= min(asked, 16) else pace.together
     prompts = sum(len(request.prompt) for request in requests)
     answers = sum(request.output_tokens or request.max_tokens for request in requests)
     busy_s = prompts * pace.prefill_s + answers / at_once * pace.step_s(at_once)
-    return max(requests[-1].scheduled_s, busy_s)
+    return min(max(requests[-1].scheduled_s, busy_s), job.config.cell_timeout_s or math.inf)

@@ -80,12 +80,14 @@ class Progress:
 
 
 def _point(cell: Cell) -> object:
-    return cell.backend, cell.reserve, cell.concurrency, cell.request_rate, cell.input_tokens, cell.output_tokens
+    return cell.variant, cell.concurrency, cell.request_rate, cell.input_tokens, cell.output_tokens
 
 
 def describe(cell: Cell) -> str:
     """`paged, 16 users, 64 in / 48 out, repeat 2`."""
     words = [cell.backend if cell.reserve in (None, "max") else f"{cell.backend} {cell.reserve}"]
+    if cell.batching == "static":
+        words.append("static")
     if cell.concurrency is not None:
         words.append(f"{cell.concurrency} user{'s' if cell.concurrency != 1 else ''}")
     else:

@@ -36,6 +36,7 @@ def sweep(
         str | None, MEMORY(help="Contiguous: max (default) | declared | pow2 | oracle, a list too.")
     ] = None,
     overflow: Annotated[str, MEMORY(help="reject | truncate what exceeds --max-model-len.")] = "reject",
+    batching: Annotated[str | None, ENGINE(help="Contiguous: continuous (default) | static, a list too.")] = None,
     max_num_batched_tokens: Annotated[int, ENGINE(help="Token budget of a step.")] = 2048,
     max_num_seqs: Annotated[int, ENGINE(help="Most sequences running at once.")] = 256,
     max_tokens: Annotated[
@@ -43,9 +44,14 @@ def sweep(
         ENGINE(help="Declared to the engine; default: the longest answer drawn."),
     ] = None,
     temperature: Annotated[float, ENGINE(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, ENGINE(help="Draw from the likeliest tokens that reach this together.")] = 1.0,
+    repetition_penalty: Annotated[float, ENGINE(help="Above 1: less of what prompt and answer have.")] = 1.0,
     ignore_eos: Annotated[
         bool | None,
         ENGINE(help="Answers have their drawn length (default but for jsonl)."),
+    ] = None,
+    request_timeout: Annotated[
+        str | None, ENGINE(help="Abort a request this long after it was scheduled, as 30s.")
     ] = None,
     concurrency: Annotated[str | None, LOAD(help="Closed loop: users, as 1,8,64 or 1-64*2.")] = None,
     request_rate: Annotated[str | None, LOAD(help="Open loop: requests per second, a list too.")] = None,
@@ -66,6 +72,7 @@ def sweep(
         LOAD("--range-ratio", "--random-range-ratio", help="Lengths vary by ± this share."),
     ] = None,
     num_prompts: Annotated[int | None, LOAD(help="Requests a cell.")] = None,
+    cell_timeout: Annotated[str | None, LOAD(help="End a cell after this long, as 10m; its row says so.")] = None,
     num_warmups: Annotated[int, LOAD(help="Requests before the first cell.")] = 4,
     repeats: Annotated[
         int | None, LOAD(help="Independent repeats of every point; default: 2 to 5, as time allows.")
@@ -88,7 +95,7 @@ def sweep(
     from kvbench.cli.stack import BACKENDS, RESERVATIONS
 
     config = flags.SweepConfig(
-        variants=flags.parse_variants(backend, reserve, BACKENDS, RESERVATIONS),
+        variants=flags.parse_variants(backend, reserve, batching, BACKENDS, RESERVATIONS),
         loads=flags.parse_loads(concurrency, request_rate),
         contexts=flags.parse_contexts(input_len, output_len),
         model=model,
@@ -114,7 +121,11 @@ def sweep(
         seed=seed,
         slos=flags.parse_objectives(slo or [], goodput),
         temperature=temperature,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
         ignore_eos=ignore_eos,
+        request_timeout_s=flags.parse_seconds(request_timeout, "--request-timeout"),
+        cell_timeout_s=flags.parse_seconds(cell_timeout, "--cell-timeout"),
         price_usd_per_hour=price,
         save_tokens=save_tokens,
         metadata=flags.parse_metadata(metadata or []),

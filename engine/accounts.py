@@ -33,6 +33,12 @@ class Accounts:
         self._filled_total += sequence.computed - self._filled[sequence.id]
         self._filled[sequence.id] = sequence.computed
 
+    def retire(self, sequence: Sequence) -> None:
+        """The sequence's stay ends here, but its rows stay held, all of them asked for and none ever filled."""
+        held = self.held(sequence)
+        self.release(sequence)
+        self.hold(sequence, held, held)
+
     def release(self, sequence: Sequence) -> None:
         """The sequence holds nothing any more."""
         filled = self._filled.pop(sequence.id)

@@ -10,7 +10,8 @@ from torch import Tensor
 from kvbench.engine.arena import out_of_memory
 from kvbench.engine.interfaces import Cache
 from kvbench.engine.model import BoundModel
-from kvbench.engine.types import Batch, Chunk, Sampled, Ticket
+from kvbench.engine.sampling import next_tokens
+from kvbench.engine.types import Batch, Sampled, Ticket
 from kvbench.errors import CellError
 
 
@@ -21,7 +22,6 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._device = model.device
-        self._generator = torch.Generator()
 
     def launch(self, batch: Batch, now_s: float) -> Ticket:
         with out_of_memory(f"step of {batch.tokens} tokens"):
@@ -36,7 +36,7 @@ class ModelRunner:
         with out_of_memory(f"step of {ticket.batch.tokens} tokens"):
             found = tokens.tolist()  # waits for the device
         if -1 in found:
-            raise CellError(f"step {ticket.batch.step} gave logits that are not numbers (NaN)")
+            raise CellError(f"step {ticket.batch.step} gave logits that are NaN or infinite")
         return Sampled(found, time.perf_counter() - started_s)
 
     def _prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,19 +56,6 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _run(self, batch: Batch, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
-        """Launch one forward pass and sampling; the new tokens [samples], -1 where the logits are NaN."""
+        """Launch one forward pass and sampling; the new tokens [samples], -1 where the logits are no numbers."""
         logits = self._model.forward(ids, positions, keep, self._cache)
-        return self._sample(logits, [chunk for chunk in batch.chunks if chunk.samples])
-
-    def _sample(self, logits: Tensor, chunks: list[Chunk]) -> Tensor:
-        """Greedy, or by temperature with a random stream that depends on request and position alone, not on the
-        batch: argmax(p / e) with e drawn from Exp(1) is a draw from p."""
-        best, tokens = logits.max(dim=-1)
-        for row, chunk in enumerate(chunks):
-            request = chunk.sequence.request
-            if request.temperature:
-                self._generator.manual_seed(((request.seed << 24) + chunk.end) & (2**63 - 1))
-                noise = torch.empty(logits.shape[-1]).exponential_(generator=self._generator)
-                weights = (logits[row].float() / request.temperature).softmax(-1)
-                tokens[row] = (weights / noise.to(self._device)).argmax()
-        return tokens.masked_fill(best.isnan(), -1)
+        return next_tokens(logits, [chunk for chunk in batch.chunks if chunk.samples])

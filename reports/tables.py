@@ -126,6 +126,7 @@ def _record(group: Group) -> dict[str, Value]:
     row: dict[str, Value] = {
         "backend": group.variant.backend,
         "reserve": group.variant.reserve,
+        "batching": "static" if group.variant.static else "continuous",
         "copy": group.variant.copy,
         "concurrency": group.load.users,
         "request_rate": group.load.rate_per_s,

@@ -71,12 +71,39 @@ def test_the_backends_of_a_repeat_serve_the_same_requests_in_alternating_order()
     assert first["paged"] != second["paged"]
 
 
+def test_sampled_answers_are_the_same_on_both_backends_and_not_greedy() -> None:
+    asked = ("--temperature", "0.9", "--top-p", "0.95", "--repetition-penalty", "1.1")
+    answers = []
+    for more in (("--output", "out", *asked), ("--output", "greedy")):
+        sweep(*QUICK, "--save-tokens", *more)
+        folder = RunFolder.open(more[1])
+        contiguous, paged = (folder.run(row["cell"]).requests for row in folder.rows())
+        assert [one.output_token_ids for one in contiguous] == [one.output_token_ids for one in paged]
+        answers.append([one.output_token_ids for one in paged])
+    assert answers[0] != answers[1]
+
+
 def test_an_open_loop_and_every_reservation_policy_run_side_by_side() -> None:
     folder = sweep(*TINY, "--request-rate", "200", "--num-prompts", "12", "--repeats", "1",
                    "--reserve", "max,declared,pow2,oracle", "--arrivals", "gamma", "--burstiness", "0.5")  # fmt: skip
     rows = {(row["backend"], row["reserve"]): row for row in folder.rows()}
     assert len(rows) == 5 and all(row["status"] == "ok" for row in rows.values())
     assert all(row["request_rate"] == 200 and row["concurrency"] is None for row in rows.values())
+
+
+def test_static_batches_stand_beside_the_others_hold_more_for_nothing_and_answer_the_same() -> None:
+    folder = sweep(
+        *(*TINY[:-1], "16", "--range-ratio", "0.9", "--concurrency", "8", "--num-prompts", "24", "--repeats", "1"),
+        *("--save-tokens", "--batching", "static,continuous"),
+    )
+    rows = {(row["backend"], row["batching"]): row for row in folder.rows()}
+    static, continuous = rows["contiguous", "static"], rows["contiguous", "continuous"]
+    assert set(rows) == {("contiguous", "static"), ("contiguous", "continuous"), ("paged", "continuous")}
+    assert len({str([one.output_token_ids for one in folder.run(row["cell"]).requests]) for row in rows.values()}) == 1
+    assert all((split(folder.run(row["cell"])).pool == row["pool_tokens"]).all() for row in rows.values())
+    assert static["cell"].startswith("contiguous-max-static-") and static["steps"] > continuous["steps"]
+    assert static["kv_fragmentation_mean"] > continuous["kv_fragmentation_mean"]
+    assert "ontiguous, static" in (folder.path / "report.html").read_text()
 
 
 def test_at_equal_bytes_only_equal_slots_are_bound_by_the_longest_request() -> None:
@@ -132,6 +159,15 @@ BAD = {
     "zero block": (["--block-size", "0"], "--block-size"),
     "negative seed": (["--seed", "-1"], "--seed"),
     "NaN temperature": (["--temperature", "nan"], "--temperature"),
+    "top-p of nothing": (["--top-p", "0"], "--top-p"),
+    "top-p beyond all": (["--top-p", "1.5"], "--top-p"),
+    "no penalty at all": (["--repetition-penalty", "0"], "--repetition-penalty"),
+    "a timeout without a unit": (["--request-timeout", "30"], "--request-timeout"),
+    "a timeout of nothing": (["--request-timeout", "0s"], "--request-timeout"),
+    "a timeout in a strange unit": (["--cell-timeout", "3 fortnights"], "--cell-timeout"),
+    "a timeout beyond all numbers": (["--cell-timeout", "9" * 400 + "h"], "--cell-timeout"),
+    "static batches of blocks": (["--backend", "paged", "--batching", "static"], "--batching"),
+    "an unknown way to batch": (["--batching", "dynamic"], "--batching"),
     "negative price": (["--price", "-1"], "--price"),
     "NaN ratio": (["--range-ratio", "nan"], "--range-ratio"),
     "too few requests": (["--concurrency", "8", "--num-prompts", "4"], "--num-prompts"),
@@ -227,6 +263,34 @@ def test_when_every_request_is_rejected_the_run_ends_with_1_and_a_report() -> No
     assert {row["status"] for row in folder.rows()} == {"rejected"}
     assert all("max_model_len 10" in row["reason"] and row["ttft_p50_s"] is None for row in folder.rows())
     assert (folder.path / "report.html").is_file()
+
+
+def test_a_request_that_takes_too_long_is_aborted_and_counted() -> None:
+    folder = sweep(*QUICK, "--num-prompts", "6", "--request-timeout", "0.001ms", code=1)
+    for row in folder.rows():
+        assert (row["status"], row["requests_aborted"], row["requests_submitted"]) == ("failed", 6, 6)
+        assert row["reason"] == "no request finished; 6 of 6 like: not finished 1e-06 s after it was scheduled"
+        assert row["ttft_p50_s"] is None and row["ttft_samples"] == row["goodput_per_s"] == row["attainment"] == 0
+    assert folder.manifest["timings"]["cold_first_token_s"] > 0, "the warm-up is no client that loses patience"
+    assert (folder.path / "report.html").is_file()
+
+
+def test_a_cell_that_takes_too_long_is_ended_and_keeps_what_it_measured() -> None:  # guidellm#588
+    folder = sweep(*TINY[:-1], "400", *QUICK[len(TINY) :], "--cell-timeout", "200ms", code=1)
+    for row in folder.rows():
+        run = folder.run(row["cell"])
+        assert row["status"] == "timeout"
+        assert row["reason"] == "ended by --cell-timeout 0.2s: 3 unfinished, 9 never asked"
+        assert (row["requests_submitted"], row["requests_unfinished"], row["attainment"]) == (3, 3, 0)
+        assert run.steps[-1].start_s < 0.2 <= run.end_s and row["output_tokens_per_s"] > 0
+        split(run)
+    assert "--cell-timeout" in (folder.path / "report.html").read_text()
+
+
+def test_timeouts_that_nothing_reaches_change_nothing() -> None:
+    folder = sweep(*QUICK, "--request-timeout", "5m", "--cell-timeout", "1.5h")
+    assert all((row["status"], row["requests_aborted"]) == ("ok", 0) for row in folder.rows())
+    assert (folder.manifest["config"]["request_timeout_s"], folder.manifest["config"]["cell_timeout_s"]) == (300, 5400)
 
 
 def test_truncated_prompts_are_served_and_counted() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from kvbench.errors import KvbenchError
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
@@ -16,6 +17,20 @@ from kvbench.workloads.grid import Context, LoadPoint, Variant, parse_floats, pa
 DATASETS = ("random", "support", "jsonl")
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("table", "markdown", "csv", "json")
+
+FLAGS = {
+    "variants": "--backend and --reserve",
+    "loads": "--concurrency or --request-rate",
+    "contexts": "--input-len and --output-len",
+    "kv_bytes": "--kv-memory",
+    "max_batched_tokens": "--max-num-batched-tokens",
+    "max_sequences": "--max-num-seqs",
+    "prompts": "--num-prompts",
+    "warmups": "--num-warmups",
+    "slos": "--slo",
+    "price_usd_per_hour": "--price",
+}
+"""The flags of fields whose names are not theirs."""
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
@@ -109,6 +124,24 @@ class SweepConfig:
         kept["dataset_path"] = None if self.dataset_path is None else str(self.dataset_path)
         kept["metadata"] = dict(self.metadata)
         return kept
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> SweepConfig:
+        """The configuration that `facts` were made of, read back from `run.json`; what they lack has its default."""
+        known: dict[str, Any] = {field.name: facts[field.name] for field in fields(cls) if field.name in facts}
+        for name, kind in (("variants", Variant), ("loads", LoadPoint), ("contexts", Context)):
+            if known[name] is not None:
+                known[name] = tuple(kind(**item) for item in known[name])
+        path = known.get("dataset_path")
+        known["dataset_path"] = None if path is None else Path(path)
+        known["slos"] = parse_slos(known["slos"])
+        known["metadata"] = tuple(known["metadata"].items())
+        return cls(**known)
+
+
+def flag(field: str) -> str:
+    """The flag or flags that a field of `SweepConfig` comes from."""
+    return FLAGS.get(field, f"--{field.replace('_', '-')}")
 
 
 def choice(value: str, allowed: Iterable[str], flag: str) -> str:

@@ -153,8 +153,9 @@ def test_a_resumption_may_die_as_well(tmp_path: Path) -> None:
             sweep(path, [])
         return path
 
+    once = half_done(tmp_path / "once")
     with on(resumption := Disk()):
-        sweep(half_done(tmp_path / "once"), [])
+        sweep(once, [])
     for number in range(len(resumption.log)):
         path, finished = half_done(tmp_path / f"{number}"), list[str]()
         with on(Disk(number)), pytest.raises(Died):
@@ -167,7 +168,7 @@ def test_a_resumption_may_die_as_well(tmp_path: Path) -> None:
 
 
 def test_a_name_is_given_only_to_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a loss of power: every file and folder is flushed before it is renamed, and the folder around it after."""
+    """Against a loss of power: all is flushed before it is renamed, and the folder around it after."""
     flushed: set[int] = set()
     stale: set[Path] = set()
 

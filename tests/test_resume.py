@@ -26,8 +26,8 @@ from kvbench.engine.model import BoundModel
 from kvbench.metrics.store import RunFolder
 from kvbench.workloads.grid import Cell, Variant
 
-TINY = ("--model", "tiny", "--dtype", "float32", "--input-len", "6", "--output-len", "4", "--num-warmups", "0")
-GRID = (*TINY, "--concurrency", "2", "--repeats", "2")  # four cells
+TINY = ("--model", "tiny", "--dtype", "float32", "--input-len", "6", "--output-len", "3", "--num-warmups", "0")
+GRID = (*TINY, "--concurrency", "2", "--num-prompts", "2", "--repeats", "2")  # four cells
 CHAT = '{"prompt": [5, 6, 7], "output_tokens": 3}\n'
 
 

@@ -8,31 +8,51 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench import __version__
 from kvbench.cli.config import SweepConfig
+from kvbench.cli.manifest import (
+    begin_session,
+    dataset_facts,
+    end_session,
+    kv_facts,
+    lengths,
+    manifest,
+    mark_whole,
+    model_facts,
+    random_weights,
+)
+from kvbench.cli.resume import Continuation, take_up
+from kvbench.engine.environment import find_device, unusable_gpu, versions
 from kvbench.errors import KvbenchError
+from kvbench.metrics.store import RunFolder, refuse_used
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvbench.cli.job import Job
-    from kvbench.metrics.store import RunFolder
 
 INTERRUPTED = 130
 
 
-def conduct(config: SweepConfig, output: Path | None, output_format: str, dry_run: bool) -> int:
-    """Run the sweep; returns the exit code: 1 where no cell is ok, 130 after Ctrl-C, which keeps what was measured."""
+def conduct(
+    config: SweepConfig, output: Path | None, output_format: str, *, dry_run: bool, resume: bool, force: bool
+) -> int:
+    """Run the sweep, or what is missing of it; returns the exit code: 1 where no cell is ok, 130 after Ctrl-C, which
+    keeps what was measured."""
     from kvbench.cli.show import show
 
-    _check_output(output)
+    if force and not resume:
+        raise KvbenchError("--force says what --resume may overlook; add --resume or drop it")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and `docker stop` end like Ctrl-C
-    folder = _measured(config, output, dry_run)
+    past = take_up(output, force=force, dry_run=dry_run) if resume else None
+    if resume and past is None:
+        sys.stderr.write(f"kvbench: {output} holds nothing yet; the run begins there\n")
+    folder = _measured(config, output, dry_run) if past is None else _continued(past, config, dry_run)
     if folder is None:
         return 0
     show(folder, output_format)
@@ -43,32 +63,67 @@ def conduct(config: SweepConfig, output: Path | None, output_format: str, dry_ru
 
 def _measured(config: SweepConfig, output: Path | None, dry_run: bool) -> RunFolder | None:
     """All up to the last cell, in a frame of its own: the model's memory is free again before the report is drawn."""
-    from rich.console import Console
-
-    say = Console(stderr=True, highlight=False)
+    say = _console()
+    _check_output(output)
     job = _prepared(config, say)
-    from kvbench.cli.measure import warm_up
-
     _announce(job, say)
-    with say.status("warming up"):
-        cold_s, guesses_s = warm_up(job)
+    cold_s, guesses_s = _warmed_up(job, say)
     _announce_time(job, guesses_s, say)
     if dry_run:
         return None
     folder = _create(job, output, cold_s)
-    _run_cells(job, folder, cold_s, guesses_s, say)
+    with closing(folder):
+        _run_cells(job, folder, cold_s, guesses_s, say)
     return folder
+
+
+def _continued(past: Continuation, config: SweepConfig, dry_run: bool) -> RunFolder | None:
+    """The cells that are left of a run, once it is sure that they would be measured as the others were."""
+    from kvbench.cli.progress import clock
+
+    say, folder = _console(), past.folder
+    with closing(folder):
+        past.check(config=config.facts(), dataset=dataset_facts(config))
+        if not past.left:
+            say.print(f"kvbench: nothing to do: {folder.path} has all its {past.done} cells", markup=False)
+            if dry_run:
+                return None
+            mark_whole(folder)
+            return folder
+        say.print(f"{'resume':>14}  {folder.path}: {past.done} cells done, {len(past.left)} to go", markup=False)
+        past.check(environment=versions())
+        past.check(device=find_device(config.device).facts())
+        job = past.job(_prepared(past.pinned(config), say))
+        past.check(model=model_facts(job), kv=kv_facts(job))
+        for difference in past.forced:
+            say.print(
+                f"kvbench: {difference}; going on because of --force", style="bold red", markup=False, soft_wrap=True
+            )
+        _announce(job, say)
+        cold_s, guesses_s = _warmed_up(job, say)
+        say.print(f"{'plan':>14}  {len(job.cells)} cells, about {clock(sum(guesses_s.values()))}", markup=False)
+        if dry_run:
+            return None
+        begin_session(job, folder, cold_s, done=past.done, forced=past.forced)
+        _run_cells(job, folder, cold_s, guesses_s, say)
+    return folder
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
 
 
 def _check_output(output: Path | None) -> None:
     """Refuse a folder that cannot be written before the first second is spent."""
     where = output or Path("runs")
     try:
+        if output is not None:
+            refuse_used(output)
         near = next(parent for parent in (where.absolute(), *where.absolute().parents) if parent.exists())
     except OSError as error:
         raise KvbenchError(f"cannot write --output {str(where)[:80]}: {error.strerror}; choose another") from error
-    if output is not None and near == output.absolute() and (not output.is_dir() or any(output.iterdir())):
-        raise KvbenchError(f"--output {output} exists and is not an empty folder; choose another")
     if not near.is_dir() or not os.access(near, os.W_OK | os.X_OK):
         raise KvbenchError(f"cannot write {where}: {near} is no writable folder; choose another --output")
 
@@ -78,7 +133,6 @@ def _prepared(config: SweepConfig, say: Console) -> Job:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with say.status("loading torch and the model"):
         from kvbench.cli.job import prepare
-        from kvbench.engine.environment import unusable_gpu
 
         lost = unusable_gpu() if config.device is None else None
         if lost:
@@ -86,12 +140,19 @@ def _prepared(config: SweepConfig, say: Console) -> Job:
         return prepare(config)
 
 
+def _warmed_up(job: Job, say: Console) -> tuple[float | None, dict[str, float]]:
+    from kvbench.cli.measure import warm_up
+
+    with say.status("warming up"):
+        return warm_up(job)
+
+
 def _announce(job: Job, say: Console) -> None:
     """What will run, and why what was left open was chosen so."""
     model, cache = job.stack.model, job.stack.cache
     per_token = model.kv.bytes_per_token(model.dtype.itemsize)
     pool = cache.pool_tokens * per_token / 2**20
-    real = "random weights" if _random_weights(job) else "real weights"
+    real = "random weights" if random_weights(job) else "real weights"
     dtype = str(model.dtype).removeprefix("torch.")
     lines = {
         "device": f"{job.device.name}, {_cores(job)}",
@@ -100,7 +161,7 @@ def _announce(job: Job, say: Console) -> None:
         "kv_memory": f"{pool:,.0f} MiB = {cache.pool_tokens:,} tokens, the same for each backend",
         "max_model_len": f"{cache.max_model_len} tokens",
         "concurrency": _loads(job),
-        "lengths": _lengths(job),
+        "lengths": lengths(job),
     }
     for name, line in lines.items():
         reason = f"  ({job.choices[name]})" if name in job.choices else ""
@@ -114,10 +175,6 @@ def _cores(job: Job) -> str:
     return f"{job.device.cores} core{'s' * (job.device.cores > 1)}{threads}"
 
 
-def _random_weights(job: Job) -> bool:
-    return job.config.weights == "random" or job.source.folder is None
-
-
 def _loads(job: Job) -> str:
     users = dict.fromkeys(cell.concurrency for cell in job.cells if cell.concurrency is not None)
     rates = dict.fromkeys(cell.request_rate for cell in job.cells if cell.request_rate is not None)
@@ -126,15 +183,8 @@ def _loads(job: Job) -> str:
     return f"{', '.join(map(str, users))} user{'s' * (list(users) != [1])} at once"
 
 
-def _lengths(job: Job) -> str:
-    parts = []
-    for context, data in job.datasets.items():
-        asked = f" {context.input_tokens} in / {context.output_tokens} out" if context.input_tokens else ""
-        parts.append(f"{data.name}{asked}, up to {data.longest_input} + {data.longest_output} tokens")
-    return "; ".join(parts)
-
-
 def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
+    """The whole grid and how long it will take."""
     from kvbench.cli.progress import clock
 
     variants = len(dict.fromkeys(cell.variant for cell in job.cells))
@@ -148,13 +198,11 @@ def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
 
 
 def _create(job: Job, output: Path | None, cold_s: float | None) -> RunFolder:
-    from kvbench.metrics.store import RunFolder
-
     if output is None:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         name = Path("runs", f"{stamp}-{job.source.name.replace('/', '--')}")
         output = next(path for path in map(Path, _spellings(str(name))) if not path.exists())
-    return RunFolder.create(output, _manifest(job, cold_s))
+    return RunFolder.create(output, manifest(job, cold_s))
 
 
 def _spellings(name: str) -> Iterator[str]:
@@ -163,62 +211,21 @@ def _spellings(name: str) -> Iterator[str]:
     yield from (f"{name}-{number}" for number in itertools.count(2))
 
 
-def _manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
-    from kvbench.engine.environment import versions
-
-    model, cache, config = job.stack.model, job.stack.cache, job.config
-    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
-    return {
-        "kvbench_version": __version__,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["kvbench", *sys.argv[1:]],
-        "model": {
-            "name": job.source.name,
-            "family": model.config.model_type,
-            "parameters": sum(weight.numel() for weight in model.module.parameters()),
-            "weights": "random" if _random_weights(job) else "real",
-            "weights_bytes": model.nbytes,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "kv_bytes_per_token": per_token,
-        },
-        "device": job.device.facts(),
-        "environment": versions(),
-        "config": config.facts(),
-        "choices": job.choices,
-        "kv": {
-            "pool_tokens": cache.pool_tokens,
-            "pool_bytes": cache.pool_tokens * per_token,
-            "block_size": cache.block_size,
-            "max_model_len": cache.max_model_len,
-            "why": job.choices.get("kv_memory", "asked for"),
-        },
-        "dataset": {"name": config.dataset, "lengths": _lengths(job)},
-        "price": {
-            "usd_per_hour": config.price_usd_per_hour,
-            "source": "--price" if config.price_usd_per_hour else None,
-        },
-        "slos": [str(slo) for slo in config.slos],
-        "timings": {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s},
-        "cells": [asdict(cell) for cell in job.cells],
-    }
-
-
 def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dict[str, float], say: Console) -> None:
-    """Measure every cell into the folder, until Ctrl-C at most."""
+    """Measure every cell of the job into the folder, until Ctrl-C at most."""
     from kvbench.cli.measure import measure
     from kvbench.cli.progress import Progress
-    from kvbench.engine.environment import peak_memory_bytes
 
-    progress = Progress(say, job.cells, guesses_s)
+    progress = Progress(say, job.cells, guesses_s, done=len(folder.manifest["cells"]) - len(job.cells))
     once = {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s}
     interrupted = False
-    began_s, done = time.monotonic(), job.cells
+    began_s, whole = time.monotonic(), len(job.cells) == len(folder.manifest["cells"])
     try:
         for place, cell in enumerate(job.cells):
-            first = place == 0 or job.cells[place - 1].repeat < cell.repeat
-            if first and job.enough(cell, time.monotonic() - began_s):
-                done = job.cells[:place]
+            first = place > 0 and job.cells[place - 1].repeat < cell.repeat
+            if first and whole and job.enough(cell, time.monotonic() - began_s):
                 say.print(f"no time for more than {cell.repeat} repeats; --repeats sets your own")
+                folder.update_manifest(cells=[asdict(done) for done in job.cells[:place]])
                 break
             progress.start(cell)
             row, run = measure(job, cell, progress.watch)
@@ -226,14 +233,12 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
             progress.finish(cell, _said(row))
     except KeyboardInterrupt:
         interrupted = True
+        folder.catch_up()
     finally:
         progress.stop()
-        folder.update_manifest(
-            finished=datetime.now(UTC).isoformat(timespec="seconds"),
-            interrupted=interrupted,
-            cells=[asdict(cell) for cell in done],
-            peak_memory_bytes=peak_memory_bytes(),
-        )
+        end_session(folder, interrupted=interrupted)
+    if interrupted:
+        say.print(f"kvbench: the same command with --resume --output {folder.path} measures the rest", markup=False)
 
 
 def _said(row: dict[str, Any]) -> str:

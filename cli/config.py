@@ -6,9 +6,10 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from kvbench.errors import KvbenchError
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
@@ -21,6 +22,22 @@ MOST_REPEATS = 1000
 DATASETS = ("random", "support", "jsonl")
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("table", "markdown", "csv", "json")
+
+FLAGS = {
+    "variants": "--backend, --reserve and --batching",
+    "loads": "--concurrency or --request-rate",
+    "contexts": "--input-len and --output-len",
+    "kv_bytes": "--kv-memory",
+    "max_batched_tokens": "--max-num-batched-tokens",
+    "max_sequences": "--max-num-seqs",
+    "prompts": "--num-prompts",
+    "warmups": "--num-warmups",
+    "slos": "--slo",
+    "price_usd_per_hour": "--price",
+    "request_timeout_s": "--request-timeout",
+    "cell_timeout_s": "--cell-timeout",
+}
+"""The flags of fields whose names are not theirs."""
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
@@ -136,6 +153,24 @@ class SweepConfig:
         kept["dataset_path"] = None if self.dataset_path is None else str(self.dataset_path)
         kept["metadata"] = dict(self.metadata)
         return kept
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> SweepConfig:
+        """The configuration that `facts` were made of, read back from `run.json`; what they lack has its default."""
+        known: dict[str, Any] = {field.name: facts[field.name] for field in fields(cls) if field.name in facts}
+        for name, kind in (("variants", Variant), ("loads", LoadPoint), ("contexts", Context)):
+            if known[name] is not None:
+                known[name] = tuple(kind(**item) for item in known[name])
+        path = known.get("dataset_path")
+        known["dataset_path"] = None if path is None else Path(path)
+        known["slos"] = parse_slos(known["slos"])
+        known["metadata"] = tuple(known["metadata"].items())
+        return cls(**known)
+
+
+def flag(field: str) -> str:
+    """The flag or flags that a field of `SweepConfig` comes from."""
+    return FLAGS.get(field, f"--{field.replace('_', '-')}")
 
 
 def choice(value: str, allowed: Iterable[str], flag: str) -> str:

@@ -85,6 +85,10 @@ def sweep(
     save_tokens: Annotated[bool, RESULT("--save-tokens", help="Keep every token id.")] = False,
     output: Annotated[Path | None, RESULT(help="Run folder; default runs/<time>-<model>.")] = None,
     output_format: Annotated[str, RESULT("--format", help="table | markdown | csv | json")] = "table",
+    resume: Annotated[
+        bool, RESULT("--resume", help="Measure only what the run of --output (default: the latest unfinished) lacks.")
+    ] = False,
+    force: Annotated[bool, RESULT("--force", help="Resume although flags, device or version changed; marked.")] = False,
     dry_run: Annotated[bool, RESULT("--dry-run", help="Say what would run and how long, then stop.")] = False,
 ) -> None:
     """Measure both KV-cache layouts over a grid of load and context length.
@@ -131,4 +135,4 @@ def sweep(
         metadata=flags.parse_metadata(metadata or []),
     )
     output_format = flags.choice(output_format, flags.FORMATS, "--format")
-    raise typer.Exit(conduct(config, output, output_format, dry_run))
+    raise typer.Exit(conduct(config, output, output_format, dry_run=dry_run, resume=resume, force=force))

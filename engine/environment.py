@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,23 +135,27 @@ def versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout we run from, with `+` where files differ from it; None when installed."""
+    """The commit of the checkout we run from, where files differ from it with `+` and a digest of the difference; None
+    when installed."""
     root = Path(kvbench.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
     commit = _first_line("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
-    changed = _first_line("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+" if commit and changed else commit
+    changes = _output("git", "-C", str(root), "diff", "HEAD")
+    return f"{commit}+{sha256(changes).hexdigest()[:8]}" if commit and changes else commit
 
 
 def _first_line(*command: str) -> str | None:
+    return next(iter((_output(*command) or b"").decode(errors="replace").splitlines()), None)
+
+
+def _output(*command: str) -> bytes | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return next(iter(done.stdout.splitlines()), None)
 
 
 def available_bytes(device: torch.device) -> int:

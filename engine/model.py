@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from contextvars import ContextVar
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,6 +147,15 @@ class BoundModel:
             _active.reset(token)
         logits: Tensor = output.logits[0]
         return logits
+
+    def fingerprint(self) -> str:
+        """Changes with the weights: a digest of each one's name, shape and first 64 values."""
+        found = sha256()
+        for name, weight in self.module.named_parameters():
+            first = weight.detach().flatten()[:64].contiguous().cpu()
+            found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            found.update(first.view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
 
     def _probe(self) -> None:
         """One token through the model: every layer must ask for attention once, in order, in the shape expected."""

@@ -101,9 +101,18 @@ def provenance(folder: RunFolder, results: Results) -> list[str]:
             for key, words in (("model_load_s", "model loaded in"), ("cold_first_token_s", "first cold token after"))
             if isinstance(timings.get(key), int | float)
         ),
-        f"made {str(manifest['created'])[:16].replace('T', ' ')} UTC" if manifest.get("created") else "",
+        _made(manifest),
     ]
     return [text for text in said if text]
+
+
+def _made(manifest: Row) -> str:
+    """`made 2026-11-29 20:10 UTC`, with the number of sessions where it was taken up again."""
+    if not manifest.get("created"):
+        return ""
+    sessions = len(manifest.get("sessions") or [])
+    again = f", in {sessions} sessions" if sessions > 1 else ""
+    return f"made {str(manifest['created'])[:16].replace('T', ' ')} UTC{again}"
 
 
 def price(manifest: Row) -> str:
@@ -148,10 +157,12 @@ def unfinished(results: Results, manifest: Row) -> str:
 
 
 def checks(folder: RunFolder, results: Results) -> list[Check]:
-    """Failed cells, answered requests, samples behind the p99, repeats and window."""
+    """Missing cells, a forced resumption, failed cells, answered requests, samples behind the p99, repeats, window."""
     found = []
     if late := unfinished(results, folder.manifest):
         found.append(Check(WARNING, late.rstrip(".")))
+    if forced := folder.manifest.get("forced"):
+        found.append(Check(WARNING, f"resumed by --force although {listing([str(item) for item in forced])}"))
     if results.failed:
         found.append(Check(WARNING, cells_failed(results.rows)))
     elif results.rows:

@@ -157,8 +157,8 @@ def test_a_cell_that_failed_is_done_until_its_folder_is_deleted(measured: list[s
 def test_the_plan_and_the_pool_are_those_of_the_run_however_they_would_be_chosen_now(
     monkeypatch: pytest.MonkeyPatch, measured: list[str]
 ) -> None:
-    """What depends on the moment (the number of repeats and whether they fit the patience, a pool as large as memory is free, the largest model
-    that fits) is taken from run.json."""
+    """What depends on the moment (the number of repeats and whether they fit the patience, a pool as large as memory
+    is free, the largest model that fits) is taken from run.json."""
     monkeypatch.setattr(job, "REPEATS", 3)
     monkeypatch.setattr(job, "_default_model", lambda device, choices: choices.setdefault("model", "a whim") and "tiny")
     monkeypatch.setattr(job, "_default_pool", lambda *_: 4096 * 16 * 3)
@@ -356,7 +356,7 @@ def test_every_field_is_compared_under_flags_that_exist() -> None:
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     for field in SweepConfig.__dataclass_fields__:
         assert field in COMPARED["config"]
-        assert {word for word in flag(field).split() if word.startswith("--")} <= known, field
+        assert {word.strip(",") for word in flag(field).split() if word.startswith("--")} <= known, field
     assert set(KEPT) <= SweepConfig.__dataclass_fields__.keys()
 
 

@@ -25,6 +25,10 @@ DEFINITIONS = (
         "(never filled + rounding) ÷ rows held, time-weighted mean. Never filled: asked for by the policy, unused to "
         "the end. Rounding: held only because the allocator rounds up.",
     ),
+    (
+        "in time",
+        "Share of the requests asked that finished and met every SLO that speaks of each request; errors are bad.",
+    ),
     ("reserved", "Rows held that the same request fills later."),
     ("preempted", "How often a running request lost its memory and was computed again: mean per repeat."),
     ("peak running", "The most requests that ran at once, the largest of the repeats."),

@@ -266,3 +266,13 @@ def test_numbers_in_words() -> None:
 @pytest.mark.parametrize(("ratio", "decimals"), [(1.2, 2), (1.004, 3), (1.0004, 4), (1.0, 2), (None, 2)])
 def test_a_bound_that_is_not_1_never_looks_like_1(ratio: float | None, decimals: int) -> None:
     assert ratio_decimals(ratio, 1.5) == decimals
+
+
+def test_requests_without_an_answer_are_said_in_the_closing_words(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    run = serve("paged", 5, 20, 0.1)
+    for record in run.requests[:6]:
+        record.status, record.reason = "failed", "outgrew the whole KV pool"
+    add(folder, "paged", 5, 0, run)
+    add(folder, "contiguous", 5, 0, serve("contiguous", 5, 20, 0.1))
+    assert "With paged, 6 of 20 requests got no whole answer." in str(finding(folder))

@@ -27,7 +27,7 @@ from kvbench.cli.manifest import (
     random_weights,
 )
 from kvbench.cli.resume import Continuation, take_up
-from kvbench.engine.environment import find_device, unusable_gpu, versions
+from kvbench.engine.environment import cpu_in_use, find_device, unusable_gpu, versions
 from kvbench.errors import KvbenchError
 from kvbench.metrics.store import RunFolder, refuse_used
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kvbench.cli.job import Job
 
 INTERRUPTED = 130
+BUSY = 0.2
+"""Beyond this share of the CPU, what others do decides what is measured: threads wait for each other at every step."""
 
 
 def conduct(
@@ -129,8 +131,7 @@ def _check_output(output: Path | None) -> None:
 
 
 def _prepared(config: SweepConfig, say: Console) -> Job:
-    # Threads that spin at every barrier slow a machine with anything else to do tenfold; torch reads this when loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _mind_others(say)
     with say.status("loading torch and the model"):
         from kvbench.cli.job import prepare
 
@@ -145,6 +146,15 @@ def _warmed_up(job: Job, say: Console) -> tuple[float | None, dict[str, float]]:
 
     with say.status("warming up"):
         return warm_up(job)
+
+
+def _mind_others(say: Console) -> None:
+    """Where other programs use the CPU, say so, and let torch's threads sleep while they wait for each other: spinning
+    beside somebody else's work is several times slower, and on an idle machine faster. torch reads this when loaded."""
+    if (others := cpu_in_use()) > BUSY:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        line = f"kvbench: other programs use {others:.0%} of this CPU: times will be longer and vary, ratios too"
+        say.print(line, style="bold red", markup=False, soft_wrap=True)
 
 
 def _announce(job: Job, say: Console) -> None:

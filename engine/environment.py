@@ -178,6 +178,13 @@ def _container_bytes(group: Path) -> int:
         return sys.maxsize
 
 
+def cpu_in_use(seconds: float = 0.4) -> float:
+    """The share of all cores that is busy while this process waits so long."""
+    import psutil
+
+    return float(psutil.cpu_percent(seconds)) / 100
+
+
 def peak_memory_bytes() -> int:
     """The most memory this process had resident so far."""
     import resource

@@ -240,7 +240,7 @@ def test_an_overload_says_what_was_asked_drawn_and_answered(tmp_path: Path) -> N
     folder = make(tmp_path / "run")
     for backend, answered in (("contiguous", 7.0), ("paged", 9.9)):
         run = serve(backend, 10, 20, 0.1)
-        more = {"request_rate": 10.0, "achieved_rate_per_s": 10.2, "requests_per_s": answered}
+        more: dict[str, Any] = {"request_rate": 10.0, "achieved_rate_per_s": 10.2, "requests_per_s": answered}
         add(folder, backend, None, 0, run, cell=backend, **more)
     assert "contiguous answered 7.0 (asked 10 requests/s, drawn 10.2)" in warned(folder)
     assert "paged answered" not in warned(folder)

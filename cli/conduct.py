@@ -88,7 +88,8 @@ def _announce(job: Job, say: Console) -> None:
         "device": f"{job.device.name}, {job.device.cores} {'cores' if job.device.kind == 'cpu' else 'SMs'}",
         "model": f"{job.source.name}, {real}, loaded in {job.model_load_s:.1f} s",
         "dtype": f"{dtype}, {per_token:,} bytes of KV a token",
-        "kv_memory": f"{pool:,.0f} MiB = {cache.pool_tokens:,} tokens, the same for each backend",
+        "kv_memory": f"{pool:,.0f} MiB = {cache.pool_tokens:,} tokens, the same for each backend"
+        + (", paged with a prefix cache" if cache.prefix_caching else ""),
         "max_model_len": f"{cache.max_model_len} tokens",
         "concurrency": _loads(job),
         "lengths": _lengths(job),
@@ -114,7 +115,8 @@ def _lengths(job: Job) -> str:
     parts = []
     for context, data in job.datasets.items():
         asked = f" {context.input_tokens} in / {context.output_tokens} out" if context.input_tokens else ""
-        parts.append(f"{data.name}{asked}, up to {data.longest_input} + {data.longest_output} tokens")
+        prefix = f" after {job.config.prefix_tokens} that all share" if job.config.prefix_tokens else ""
+        parts.append(f"{data.name}{asked}{prefix}, up to {data.longest_input} + {data.longest_output} tokens")
     return "; ".join(parts)
 
 

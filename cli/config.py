@@ -37,6 +37,8 @@ class SweepConfig:
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     block_size: int = 16
+    prefix_caching: bool = False
+    cache_salts: tuple[str, ...] = ("",)
     max_batched_tokens: int = 2048
     max_sequences: int = 256
     max_tokens: int | None = None
@@ -44,6 +46,7 @@ class SweepConfig:
     arrivals: str = "poisson"
     burstiness: float = 1.0
     range_ratio: float | None = None
+    prefix_tokens: int = 0
     dataset: str = "random"
     dataset_path: Path | None = None
     prompts: int | None = None
@@ -71,6 +74,7 @@ class SweepConfig:
             if count is not None and count < 1:
                 raise KvbenchError(f"{flag} must be at least 1, not {count}")
         for flag, least, value in (
+            ("--prefix-len", 0, self.prefix_tokens),
             ("--num-warmups", 0, self.warmups),
             ("--seed", 0, self.seed),
             ("--temperature", 0, self.temperature),
@@ -85,6 +89,8 @@ class SweepConfig:
         if self.range_ratio is not None and not 0 <= self.range_ratio < 1:
             raise KvbenchError(f"--range-ratio must be at least 0 and below 1, not {self.range_ratio}")
         self._check_dataset()
+        if self.cache_salts != ("",) and not self.prefix_caching:
+            raise KvbenchError("--cache-salt keeps cached prefixes apart; it needs --enable-prefix-caching")
         future = [variant.reserve for variant in self.variants if variant.reserve in ("pow2", "oracle")]
         if future and (self.ignore_eos is False or (self.ignore_eos is None and self.dataset == "jsonl")):
             raise KvbenchError(
@@ -94,6 +100,8 @@ class SweepConfig:
     def _check_dataset(self) -> None:
         if (self.dataset == "jsonl") != (self.dataset_path is not None):
             raise KvbenchError("--dataset jsonl and --dataset-path FILE go together; give both or neither")
+        if self.prefix_tokens and self.dataset != "random":
+            raise KvbenchError(f"--dataset {self.dataset} has prompts of its own; --prefix-len is for --dataset random")
         lengths = self.contexts or ()
         if self.dataset == "support" and (lengths or self.range_ratio is not None):
             raise KvbenchError(
@@ -170,6 +178,11 @@ def parse_contexts(inputs: str | None, outputs: str | None) -> tuple[Context, ..
     ins = parse_ints(inputs, "--input-len") if inputs else [None]
     outs = parse_ints(outputs, "--output-len") if outputs else [None]
     return tuple(Context(i, o) for i in ins for o in outs)
+
+
+def parse_salts(text: str | None) -> tuple[str, ...]:
+    """`--cache-salt`: one, or several that the requests take in turns; the empty one where it is not given."""
+    return ("",) if text is None else tuple(text.split(","))
 
 
 def parse_metadata(items: Iterable[str]) -> tuple[tuple[str, str], ...]:

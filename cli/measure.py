@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from kvbench.cli.job import Job
-from kvbench.cli.stack import release_memory
+from kvbench.cli.stack import BACKENDS, release_memory
 from kvbench.engine.engine import Watch
 from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
@@ -73,6 +73,8 @@ def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
         "status": status,
         "reason": reason,
         "order": cell.order,
+        "prefix_caching": cache.prefix_caching and BACKENDS[cell.backend].shares,
+        "prefix_tokens": job.config.prefix_tokens,
     }
 
 

@@ -100,6 +100,7 @@ class PrefixCache:
 
     def evict(self) -> list[int]:
         """Forget the least recently used of the idle blocks and all that follow it; those of them nobody holds."""
+        assert self._idle, "there is nothing to evict"
         block = next(iter(self._idle))
         parent, tokens = self._places[block]
         lost = [self._children[parent].pop(tokens)]

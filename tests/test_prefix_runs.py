@@ -13,10 +13,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from test_engine import Cell, check_requests, check_steps, check_times
 
+from kvbench.engine.ledger import Ledger
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import COMMON, Sequence, Usage
+from kvbench.engine.types import COMMON, Holding, Sequence, Usage
 from kvbench.metrics.memory import split
-from kvbench.metrics.records import FINISHED, Run
+from kvbench.metrics.records import FINISHED, Hold, Run
 from kvbench.paged.blocks import BlockPool
 from kvbench.workloads.load import ClosedLoop, OpenLoop
 
@@ -124,6 +125,16 @@ def check_rows(run: Run, pool: Watched) -> None:
         assert [int(getattr(parts, name)[number]) for name in names] == [rows[name] for name in names]
         assert step.logical_tokens == step.context_tokens == sum(filled for *_, filled in stays)
         assert 0 <= step.cached_tokens <= step.free_tokens
+
+
+def test_a_stay_goes_on_while_all_its_rows_are_shared() -> None:
+    ledger = Ledger()
+    ledger.note([Holding(0, 4, 3, 0)], 0)
+    ledger.note([Holding(0, 0, 0, 0, shared=4), Holding(COMMON, 4, 4, 0)], 1)
+    ledger.note([Holding(COMMON, 0, 0, 4), Holding(0, 4, 3, 0)], 2)
+    ledger.note([Holding(0, 0, 0, 4)], 3)
+    alone = [Hold(0, 0, 1, 4, 3, 4), Hold(0, 1, 2, 0, 0, 0), Hold(0, 2, 3, 4, 3, 4)]
+    assert ledger.holds == [Hold(COMMON, 1, 2, 4, 4, 4), *alone]
 
 
 def test_hits_by_hand() -> None:

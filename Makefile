@@ -9,7 +9,7 @@ GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo 
 PINS := $(if $(GPU),,-c constraints-cpu.txt)
 KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
 
-.PHONY: sweep test check venv clean
+.PHONY: sweep test soak check venv clean
 .DELETE_ON_ERROR:
 
 sweep: $(VENV)/installed
@@ -21,6 +21,10 @@ sweep: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# The tests that take minutes: the same properties, many more times.
+soak: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest -m soak -s $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

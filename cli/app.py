@@ -35,7 +35,7 @@ class LazyCommand(TyperCommand):
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the command's arguments: the moment its file is needed."""
         assert self.name
-        holder = typer.Typer(add_completion=False)
+        holder = typer.Typer(add_completion=False, rich_markup_mode=None)
         holder.command(self.name)(getattr(importlib.import_module(f"kvbench.cli.{self.name}"), self.name))
         return typer.main.get_command(holder).make_context(*args, **kwargs)
 
@@ -52,6 +52,7 @@ app = typer.Typer(
     cls=Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

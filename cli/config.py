@@ -5,21 +5,48 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from kvbench.errors import KvbenchError
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
-from kvbench.workloads.grid import Context, LoadPoint, Variant, parse_floats, parse_ints
+from kvbench.workloads.grid import BATCHINGS, Context, LoadPoint, Variant, parse_floats, parse_ints
+
+LARGEST = 10**9
+"""Beyond this a number is a slip of the finger, and would only fail later and less clearly."""
+MOST_REPEATS = 1000
 
 DATASETS = ("random", "support", "jsonl")
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("table", "markdown", "csv", "json")
 
+FLAGS = {
+    "variants": "--backend, --reserve and --batching",
+    "loads": "--concurrency or --request-rate",
+    "contexts": "--input-len and --output-len",
+    "kv_bytes": "--kv-memory",
+    "prefix_caching": "--enable-prefix-caching",
+    "cache_salts": "--cache-salt",
+    "max_batched_tokens": "--max-num-batched-tokens",
+    "max_sequences": "--max-num-seqs",
+    "prefix_tokens": "--prefix-len",
+    "prompts": "--num-prompts",
+    "warmups": "--num-warmups",
+    "slos": "--slo",
+    "price_usd_per_hour": "--price",
+    "request_timeout_s": "--request-timeout",
+    "cell_timeout_s": "--cell-timeout",
+}
+"""The flags of fields whose names are not theirs."""
+
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {f"{_letter}ib": 1024**_power, _letter: 1024**_power, f"{_letter}b": 1000**_power}
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +70,8 @@ class SweepConfig:
     max_sequences: int = 256
     max_tokens: int | None = None
     overflow: str = "reject"
-    arrivals: str = "poisson"
-    burstiness: float = 1.0
+    arrivals: str | None = None
+    burstiness: float | None = None
     range_ratio: float | None = None
     prefix_tokens: int = 0
     dataset: str = "random"
@@ -55,7 +82,11 @@ class SweepConfig:
     seed: int = 0
     slos: tuple[Slo, ...] = DEFAULT_SLOS
     temperature: float = 0.0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
     ignore_eos: bool | None = None
+    request_timeout_s: float | None = None
+    cell_timeout_s: float | None = None
     price_usd_per_hour: float | None = None
     save_tokens: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
@@ -71,8 +102,8 @@ class SweepConfig:
             ("--repeats", self.repeats),
         )
         for flag, count in whole:
-            if count is not None and count < 1:
-                raise KvbenchError(f"{flag} must be at least 1, not {count}")
+            if count is not None and not 1 <= count <= LARGEST:
+                raise KvbenchError(f"{flag} must be at least 1 and at most {LARGEST:,}, not {count}")
         for flag, least, value in (
             ("--prefix-len", 0, self.prefix_tokens),
             ("--num-warmups", 0, self.warmups),
@@ -80,17 +111,24 @@ class SweepConfig:
             ("--temperature", 0, self.temperature),
             ("--price", 0, self.price_usd_per_hour),
         ):
-            if value is not None and not least <= value < math.inf:
-                raise KvbenchError(f"{flag} must be a number of at least {least}, not {value}")
+            if value is not None and not least <= value <= LARGEST:
+                raise KvbenchError(f"{flag} must be at least {least} and at most {LARGEST:,}, not {value}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise KvbenchError(
                 f"--gpu-memory-utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
             )
+        if not 0 < self.top_p <= 1:
+            raise KvbenchError(f"--top-p must be above 0 and at most 1, not {self.top_p}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise KvbenchError(f"--repetition-penalty must be from 0.01 to 100, not {self.repetition_penalty}")
         if self.range_ratio is not None and not 0 <= self.range_ratio < 1:
             raise KvbenchError(f"--range-ratio must be at least 0 and below 1, not {self.range_ratio}")
         self._check_dataset()
         if self.cache_salts != ("",) and not self.prefix_caching:
             raise KvbenchError("--cache-salt keeps cached prefixes apart; it needs --enable-prefix-caching")
+        self._check_arrivals()
+        if self.repeats is not None and self.repeats > MOST_REPEATS:
+            raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
         future = [variant.reserve for variant in self.variants if variant.reserve in ("pow2", "oracle")]
         if future and (self.ignore_eos is False or (self.ignore_eos is None and self.dataset == "jsonl")):
             raise KvbenchError(
@@ -110,6 +148,15 @@ class SweepConfig:
         if self.dataset == "jsonl" and (self.range_ratio or any(c.input_tokens for c in lengths)):
             raise KvbenchError("--dataset jsonl has prompts of its own; drop --input-len and --range-ratio")
 
+    def _check_arrivals(self) -> None:
+        if self.burstiness is not None and not 0 < self.burstiness <= LARGEST:
+            raise KvbenchError(f"--burstiness must be above 0 and at most {LARGEST:,}, not {self.burstiness}")
+        if any(load.request_rate for load in self.loads or ()):
+            if self.burstiness is not None and self.arrivals != "gamma":
+                raise KvbenchError("--burstiness shapes gamma arrivals; add --arrivals gamma")
+        elif self.arrivals is not None or self.burstiness is not None:
+            raise KvbenchError("--arrivals and --burstiness belong to an open loop; add --request-rate")
+
     def facts(self) -> dict[str, object]:
         """As `run.json` keeps it: strict JSON values."""
         kept = asdict(self)
@@ -118,10 +165,30 @@ class SweepConfig:
         kept["metadata"] = dict(self.metadata)
         return kept
 
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> SweepConfig:
+        """The configuration that `facts` were made of, read back from `run.json`; what they lack has its default."""
+        known: dict[str, Any] = {field.name: facts[field.name] for field in fields(cls) if field.name in facts}
+        for name, kind in (("variants", Variant), ("loads", LoadPoint), ("contexts", Context)):
+            if known[name] is not None:
+                known[name] = tuple(kind(**item) for item in known[name])
+        path = known.get("dataset_path")
+        known["dataset_path"] = None if path is None else Path(path)
+        known["cache_salts"] = tuple(known.get("cache_salts", ("",)))
+        known["slos"] = parse_slos(known["slos"])
+        known["metadata"] = tuple(known["metadata"].items())
+        return cls(**known)
+
+
+def flag(field: str) -> str:
+    """The flag or flags that a field of `SweepConfig` comes from."""
+    return FLAGS.get(field, f"--{field.replace('_', '-')}")
+
 
 def choice(value: str, allowed: Iterable[str], flag: str) -> str:
     """`value` if it is one of `allowed`, in any case; else KvbenchError with the nearest."""
     names = list(allowed)
+    value = value.strip()
     if value.lower() in names:
         return value.lower()
     near = difflib.get_close_matches(value.lower(), names, n=1)
@@ -148,25 +215,47 @@ def parse_bytes(text: str, flag: str) -> int:
     return int(size)
 
 
-def parse_variants(backends: str, reserves: str, known: Iterable[str], policies: Iterable[str]) -> tuple[Variant, ...]:
-    """`--backend` and `--reserve` as rows of the comparison; a policy belongs to the contiguous backend alone."""
-    names = [choice(item.strip(), known, "--backend") for item in backends.split(",")]
-    rules = [choice(item.strip(), policies, "--reserve") for item in reserves.split(",")]
-    found = [
-        Variant(name, rule)
-        for name in dict.fromkeys(names)
-        for rule in (dict.fromkeys(rules) if name == "contiguous" else (None,))
-    ]
+def parse_seconds(text: str | None, flag: str) -> float | None:
+    """`500ms`, `30s`, `1.5m`, `2h` in seconds; None where nothing was told."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    if found is None or found[2].lower() not in _SECONDS:
+        raise KvbenchError(f"{flag} cannot read {text!r}; write a time with its unit, such as 500ms, 30s, 5m or 2h")
+    seconds = float(found[1]) * _SECONDS[found[2].lower()]
+    if not 0 < seconds < math.inf:
+        raise KvbenchError(f"{flag} must be a time above 0, not {text!r}")
+    return seconds
+
+
+def parse_variants(
+    backends: str, reserves: str | None, batching: str | None, known: Iterable[str], policies: Iterable[str]
+) -> tuple[Variant, ...]:
+    """`--backend`, `--reserve` and `--batching` as rows of the comparison; the last two belong to the contiguous
+    backend alone."""
+    names = [choice(item, known, "--backend") for item in backends.split(",")]
+    rules = [choice(item, policies, "--reserve") for item in (reserves or "max").split(",")]
+    batchings = [choice(item, BATCHINGS, "--batching") for item in (batching or "continuous").split(",")]
+    if "contiguous" not in names:
+        for flag, value in (("--reserve", reserves), ("--batching", batching)):
+            if value is not None:
+                raise KvbenchError(f"{flag} is a policy of the contiguous backend; add it to --backend or drop {flag}")
+    found: list[Variant] = []
+    for name in dict.fromkeys(names):
+        if name == "contiguous":
+            found += [Variant(name, rule, way) for rule in dict.fromkeys(rules) for way in dict.fromkeys(batchings)]
+        else:
+            found.append(Variant(name))
     return tuple(found)
 
 
 def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[LoadPoint, ...] | None:
     """`--concurrency` or `--request-rate` as points of the grid; None where neither is given."""
-    if concurrency and request_rate:
+    if concurrency is not None and request_rate is not None:
         raise KvbenchError("--concurrency and --request-rate are two different loads; give one of them")
-    if request_rate:
+    if request_rate is not None:
         return tuple(LoadPoint(request_rate=rate) for rate in parse_floats(request_rate, "--request-rate"))
-    if concurrency:
+    if concurrency is not None:
         return tuple(LoadPoint(concurrency=users) for users in parse_ints(concurrency, "--concurrency"))
     return None
 
@@ -175,9 +264,9 @@ def parse_contexts(inputs: str | None, outputs: str | None) -> tuple[Context, ..
     """Every input length with every output length; None where neither is given."""
     if inputs is None and outputs is None:
         return None
-    ins = parse_ints(inputs, "--input-len") if inputs else [None]
-    outs = parse_ints(outputs, "--output-len") if outputs else [None]
-    return tuple(Context(i, o) for i in ins for o in outs)
+    ins = parse_ints(inputs, "--input-len") if inputs is not None else [None]
+    outs = parse_ints(outputs, "--output-len") if outputs is not None else [None]
+    return tuple(Context(i, o) for i in dict.fromkeys(ins) for o in dict.fromkeys(outs))
 
 
 def parse_salts(text: str | None) -> tuple[str, ...]:
@@ -190,7 +279,16 @@ def parse_metadata(items: Iterable[str]) -> tuple[tuple[str, str], ...]:
     for key, mark, _ in pairs:
         if not key or not mark:
             raise KvbenchError(f"--metadata takes key=value, not {key!r}")
+    if twice := [key for key, count in Counter(key for key, _, _ in pairs).items() if count > 1]:
+        raise KvbenchError(f"--metadata {twice[0]} is given twice; give every key once")
     return tuple((key, value) for key, _, value in pairs)
+
+
+def parse_device(value: str | None) -> str | None:
+    """`cpu`, `cuda` or `cuda:N` in any case; None for the best there is."""
+    if value is None or re.fullmatch(r"cpu|cuda(:\d+)?", value.strip().lower()):
+        return None if value is None else value.strip().lower()
+    raise KvbenchError(f"unknown --device {value!r}; use cpu, cuda or cuda:N")
 
 
 def parse_objectives(slo: Iterable[str], goodput: str | None) -> tuple[Slo, ...]:

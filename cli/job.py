@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from kvbench.cli.config import SweepConfig
 from kvbench.cli.stack import CacheConfig, Stack
 from kvbench.engine.scheduler import Limits
 from kvbench.engine.shapes import SHAPES, find_shape
-from kvbench.engine.types import Request
+from kvbench.engine.types import Request, Sampling
 from kvbench.errors import KvbenchError
 from kvbench.workloads.arrivals import schedule
 from kvbench.workloads.datasets import Dataset, RandomTokens
@@ -29,11 +29,11 @@ CPU_LOADS = (LoadPoint(concurrency=4), LoadPoint(concurrency=16))
 CPU_CONTEXT = Context(64, 40)
 GPU_LOADS = tuple(LoadPoint(concurrency=users) for users in (1, 8, 64, 256))
 GPU_CONTEXT = Context(1024, 256)
-REPEATS = 5
+REPEATS = 4
 FEWEST_REPEATS = 2
-PATIENCE_S = 140.0
-"""Without a word from the user a sweep has five repeats, or as many as fit this time, but never less than two: one
-repeat proves nothing."""
+PATIENCE_S = 150.0
+"""Without a word from the user a sweep has four repeats (an even number, so that neither backend comes first more
+often), or as many as fit this time, but never less than two: one repeat proves nothing."""
 
 RANGE_RATIO = 0.8
 """Without a word from the user, prompts and answers spread as widely as real ones do: 20 % to 180 % of their mean."""
@@ -60,14 +60,16 @@ class Job:
         count = config.prompts or default_prompts(cell, self.device.kind)
         arrivals = None
         if cell.request_rate is not None:
-            arrivals = schedule(config.arrivals, count, cell.request_rate, cell.seed, config.burstiness)
+            arrivals = schedule(
+                config.arrivals or "poisson", count, cell.request_rate, cell.seed, config.burstiness or 1.0
+            )
         return draw_requests(
             self.datasets[Context(cell.input_tokens, cell.output_tokens)],
             count,
             cell.seed,
             max_tokens=config.max_tokens,
             arrivals=arrivals,
-            temperature=config.temperature,
+            sampling=Sampling(config.temperature, config.top_p, config.repetition_penalty),
             ignore_eos=self.ignore_eos,
             stop_ids=self.stop_ids,
             cache_salts=config.cache_salts,
@@ -77,18 +79,12 @@ class Job:
     def repeats(self) -> int:
         return 1 + max(cell.repeat for cell in self.cells)
 
-    def within_patience(self, guesses_s: dict[str, float]) -> Job:
-        """The job with as many repeats as `PATIENCE_S` allows, where the user asked for no number of them."""
-        each_s = sum(guesses_s[cell.id] for cell in self.cells) / self.repeats
-        if self.config.repeats is not None or each_s * self.repeats <= PATIENCE_S:
-            return self
-        repeats = min(self.repeats, max(FEWEST_REPEATS, int(PATIENCE_S / each_s)))
-        reason = f"as many as fit {PATIENCE_S / 60:.1f} minutes, at least {FEWEST_REPEATS}; --repeats sets your own"
-        return replace(
-            self,
-            cells=[cell for cell in self.cells if cell.repeat < repeats],
-            choices=self.choices | {"repeats": reason},
-        )
+    def enough(self, cell: Cell, elapsed_s: float) -> bool:
+        """Whether to stop before `cell`, the first of its repeat: the user asked for no number of repeats, there are
+        enough of them, and one more would not fit `PATIENCE_S`. Only time decides, never a result."""
+        if self.config.repeats is not None or cell.repeat < FEWEST_REPEATS:
+            return False
+        return elapsed_s * (cell.repeat + 1) / cell.repeat > PATIENCE_S
 
     def load(self, cell: Cell) -> ClosedLoop | OpenLoop:
         requests = self.requests(cell)
@@ -96,9 +92,9 @@ class Job:
 
 
 def default_prompts(cell: Cell, device: str) -> int:
-    """Three rounds of every client on a CPU, eight on a GPU; half a minute of an open loop."""
+    """Four rounds of every client on a CPU, eight on a GPU; half a minute of an open loop."""
     if cell.concurrency is not None:
-        return cell.concurrency * (3 if device == "cpu" else 8)
+        return cell.concurrency * (4 if device == "cpu" else 8)
     assert cell.request_rate is not None
     return max(16, round(cell.request_rate * 30))
 
@@ -106,14 +102,17 @@ def default_prompts(cell: Cell, device: str) -> int:
 def prepare(config: SweepConfig) -> Job:
     """Choose, check and load. Raises KvbenchError for all that the user can mend, before anything is written."""
     from kvbench.engine.environment import find_device
+    from kvbench.engine.model import check_family, kv_shape
     from kvbench.engine.weights import find_source, load_config, load_model, load_tokenizer
 
     device = find_device(config.device)
     choices: dict[str, str] = {}
-    name = config.model or _default_model(device, choices)
+    name = _default_model(device, choices) if config.model is None else config.model.strip()
     dtype = config.dtype or _default_dtype(device, choices)
     source = find_source(name)
     hf_config = load_config(source)
+    check_family(hf_config)
+    kv_shape(hf_config)
     tokenizer = load_tokenizer(source) if config.dataset != "random" else None
     loads = config.loads or _default_loads(device, choices)
     datasets = _datasets(config, device, hf_config, tokenizer, choices)
@@ -121,7 +120,12 @@ def prepare(config: SweepConfig) -> Job:
     plan = cells(config.variants, loads, list(datasets), config.repeats or REPEATS, config.seed)
     started_s = time.perf_counter()
     model = load_model(
-        source, weights=config.weights, dtype=_torch(dtype), device=device.torch, max_model_len=max_model_len
+        source,
+        weights=config.weights,
+        dtype=_torch(dtype),
+        device=device.torch,
+        max_model_len=max_model_len,
+        config=hf_config,
     )
     model_load_s = time.perf_counter() - started_s
     per_token = model.kv.bytes_per_token(model.dtype.itemsize)
@@ -138,7 +142,13 @@ def prepare(config: SweepConfig) -> Job:
         stack=Stack(
             model,
             CacheConfig(pool_tokens, config.block_size, max_model_len, prefix_caching=config.prefix_caching),
-            Limits(max_model_len, config.max_batched_tokens, config.max_sequences, config.overflow == "truncate"),
+            Limits(
+                max_model_len,
+                config.max_batched_tokens,
+                config.max_sequences,
+                config.overflow == "truncate",
+                config.request_timeout_s,
+            ),
             config.save_tokens,
         ),
         datasets=datasets,

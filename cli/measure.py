@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 from kvbench.cli.job import Job
@@ -11,7 +13,7 @@ from kvbench.cli.stack import BACKENDS, release_memory
 from kvbench.engine.engine import Watch
 from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
-from kvbench.metrics.records import FINISHED, REJECTED, Run
+from kvbench.metrics.records import FINISHED, REJECTED, UNFINISHED, Run
 from kvbench.metrics.summary import summarise
 from kvbench.workloads.grid import Cell, Variant
 from kvbench.workloads.load import ClosedLoop
@@ -23,30 +25,37 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     """The cell's row for `cells.csv` and its records (None where it could not run). Faults of kvbench itself and of its
     libraries end the cell, not the sweep; Ctrl-C and a user error end both."""
     status, reason, run = "ok", "", None
+    numbers: Row = {}
+    load, timeout_s = job.load(cell), job.config.cell_timeout_s or math.inf
     try:
-        run = job.stack.run(Variant(cell.backend, cell.reserve), job.load(cell), watch)
+        run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
+        numbers = dict(summarise(run, slos=job.config.slos, price_usd_per_hour=job.config.price_usd_per_hour))
+        status, reason = _verdict(run, load.remaining, timeout_s)
     except CellError as error:
         status, reason = error.status, str(error)
     except KvbenchError:
         raise
     except Exception as error:
-        status, reason = "failed", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        status, reason, run = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:500], None
     release_memory(job.stack.model)
-    numbers: Row = {}
-    if run is not None:
-        config = job.config
-        numbers = dict(summarise(run, slos=config.slos, price_usd_per_hour=config.price_usd_per_hour))
-        status, reason = _verdict(run)
+    if cell.request_rate is None and numbers:
+        numbers["achieved_rate_per_s"] = None  # a closed loop asks for no rate
     return _leading(job, cell, status, reason) | numbers, run
 
 
-def _verdict(run: Run) -> tuple[str, str]:
-    """`ok` where any request finished; else what most of them met."""
+def _verdict(run: Run, unasked: int, timeout_s: float) -> tuple[str, str]:
+    """`timeout` where the cell was ended; `ok` where any request finished; else what most of them met, reasons that
+    differ in their numbers being one."""
+    unfinished = sum(request.status == UNFINISHED for request in run.requests)
+    if unfinished or unasked:
+        return "timeout", f"ended by --cell-timeout {timeout_s:g}s: {unfinished} unfinished, {unasked} never asked"
     if any(request.status == FINISHED for request in run.requests):
         return "ok", ""
-    (reason, count), *_ = Counter(request.reason for request in run.requests).most_common(1)
+    kinds = Counter(re.sub(r"\d+", "#", request.reason) for request in run.requests)
+    (kind, count), *_ = kinds.most_common(1)
+    reason = next(request.reason for request in run.requests if re.sub(r"\d+", "#", request.reason) == kind)
     rejected = all(request.status == REJECTED for request in run.requests)
-    return "rejected" if rejected else "failed", f"no request finished; {count} of {len(run.requests)}: {reason}"
+    return "rejected" if rejected else "failed", f"no request finished; {count} of {len(run.requests)} like: {reason}"
 
 
 def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
@@ -73,39 +82,66 @@ def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
         "status": status,
         "reason": reason,
         "order": cell.order,
+        "batching": cell.batching,
         "prefix_caching": cache.prefix_caching and BACKENDS[cell.backend].shares,
         "prefix_tokens": job.config.prefix_tokens,
     }
 
 
-def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
-    """Serve a few requests through every variant, so that no cell pays for what happens once.
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a variant goes, from its warm-up, in seconds: of a prompt's token, of a decode step with one sequence,
+    and of one with `together` sequences, the most that ran."""
 
-    Returns the first token's time of the very first request after loading (None where it did not finish) and a guess of
-    every cell's duration in seconds, from the median step of the warm-up.
+    prefill_s: float = 0.0
+    alone_s: float = 0.0
+    together_s: float = 0.0
+    together: int = 1
+
+    def step_s(self, sequences: float) -> float:
+        """A decode step grows linearly with its sequences."""
+        slope = (self.together_s - self.alone_s) / (self.together - 1) if self.together > 1 else 0.0
+        return self.alone_s + max(0.0, slope) * (sequences - 1)
+
+
+def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
+    """Serve a few short answers through every variant at its largest load, so that no cell pays for what happens once.
+
+    Returns the first token's time of the very first request after loading, that of the check of the model included
+    (None where it did not finish), and a guess of every cell's duration in seconds.
     """
-    cold_s, guesses_s = None, {}
-    step_s: dict[Variant, float] = {}
+    cold_s = None
+    paces: dict[Variant, Pace] = {}
     for cell in job.cells:
-        variant = Variant(cell.backend, cell.reserve)
-        if variant not in step_s:
-            requests = [replace(request, scheduled_s=0.0) for request in job.requests(cell)]
-            if not step_s:
-                first = _try(job, variant, requests[:1])
-                if first is not None and first.requests[0].status == FINISHED:
-                    cold_s = first.requests[0].first_s
-            run = _try(job, variant, requests[: job.config.warmups])
-            step_s[variant] = median(step.end_s - step.start_s for step in run.steps) if run and run.steps else 0.0
-        guesses_s[cell.id] = _guess(job, cell, step_s[variant])
-    return cold_s, guesses_s
+        variant = cell.variant
+        if variant in paces:
+            continue
+        requests = _short(job, variant)
+        first = _try(job, variant, requests[:1])
+        if not paces and first is not None and first.requests[0].first_s is not None:
+            cold_s = job.stack.model.first_forward_s + first.requests[0].first_s
+        many = _try(job, variant, requests) if job.config.warmups else None
+        paces[variant] = _pace(first, many)
+    return cold_s, {cell.id: _guess(job, cell, paces[cell.variant]) for cell in job.cells}
+
+
+def _short(job: Job, variant: Variant) -> list[Request]:
+    """The first requests of the variant's largest load, as many as it has users (16 at most, or as many warm-ups as
+    were asked for), each for a few tokens."""
+    mine = [cell for cell in job.cells if cell.variant == variant]
+    cell = max(mine, key=lambda cell: (cell.concurrency or 0, cell.request_rate or 0, cell.input_tokens or 0))
+    count = max(job.config.warmups, min(cell.concurrency or 16, 16))
+    return [
+        replace(request, scheduled_s=0.0, output_tokens=min(8, request.output_tokens or request.max_tokens))
+        for request in job.requests(cell)[:count]
+    ]
 
 
 def _try(job: Job, variant: Variant, requests: list[Request]) -> Run | None:
     """A run to be forgotten; one that cannot run will say so as a cell."""
-    if not requests:
-        return None
+    patient = replace(job.stack, limits=replace(job.stack.limits, request_timeout_s=None))
     try:
-        return job.stack.run(variant, ClosedLoop(requests, len(requests)))
+        return patient.run(variant, ClosedLoop(requests, len(requests)))
     except KvbenchError:
         raise
     except Exception:
@@ -114,9 +150,29 @@ def _try(job: Job, variant: Variant, requests: list[Request]) -> Run | None:
         release_memory(job.stack.model)
 
 
-def _guess(job: Job, cell: Cell, step_s: float) -> float:
-    """Steps of decode at the cell's concurrency times the warm-up's step, and an open loop's own span at least."""
+def _pace(first: Run | None, many: Run | None) -> Pace:
+    def decode_s(run: Run | None) -> float:
+        steps = [step.end_s - step.start_s for step in run.steps if not step.prefill_tokens] if run else []
+        return median(steps) if steps else 0.0
+
+    run = many or first
+    prefills = [step for step in run.steps if step.prefill_tokens] if run else []
+    tokens = sum(step.prefill_tokens for step in prefills)
+    return Pace(
+        prefill_s=sum(step.end_s - step.start_s for step in prefills) / tokens if tokens else 0.0,
+        alone_s=decode_s(first),
+        together_s=decode_s(many) or decode_s(first),
+        together=max((step.running for step in many.steps), default=1) if many else 1,
+    )
+
+
+def _guess(job: Job, cell: Cell, pace: Pace) -> float:
+    """Prompts and answers at the variant's pace, with as many sequences at once as users ask and memory lets run; an
+    open loop lasts as long as its schedule at least, and no cell longer than it may."""
     requests = job.requests(cell)
-    tokens = sum(request.output_tokens or request.max_tokens for request in requests)
-    together = min(cell.concurrency or job.config.max_sequences, job.config.max_sequences)
-    return max(requests[-1].scheduled_s, tokens / together * step_s)
+    asked = min(cell.concurrency or pace.together, job.config.max_sequences)
+    at_once = asked if pace.together >= min(asked, 16) else pace.together
+    prompts = sum(len(request.prompt) for request in requests)
+    answers = sum(request.output_tokens or request.max_tokens for request in requests)
+    busy_s = prompts * pace.prefill_s + answers / at_once * pace.step_s(at_once)
+    return min(max(requests[-1].scheduled_s, busy_s), job.config.cell_timeout_s or math.inf)

@@ -19,13 +19,14 @@ class Progress:
     """Follows the cells of a sweep. `watch` may be called every step; it draws at most four times a second.
 
     The time left is estimated from the cells that are done: a repeat of a point takes what its last one took, a point
-    not seen yet what `guesses_s` says, corrected by how the guesses of the finished ones turned out.
+    not seen yet what `guesses_s` says, corrected by how the guesses of the finished ones turned out. `done` cells came
+    before these, in a run taken up again.
     """
 
-    def __init__(self, console: Console, cells: list[Cell], guesses_s: dict[str, float]) -> None:
+    def __init__(self, console: Console, cells: list[Cell], guesses_s: dict[str, float], done: int = 0) -> None:
         self._console = console
         self._left = list(cells)
-        self._count = len(cells)
+        self._count = done + len(cells)
         self._guesses_s = guesses_s
         self._took_s: dict[object, float] = {}
         self._guessed_total_s = self._took_total_s = 0.0
@@ -80,12 +81,14 @@ class Progress:
 
 
 def _point(cell: Cell) -> object:
-    return cell.backend, cell.reserve, cell.concurrency, cell.request_rate, cell.input_tokens, cell.output_tokens
+    return cell.variant, cell.concurrency, cell.request_rate, cell.input_tokens, cell.output_tokens
 
 
 def describe(cell: Cell) -> str:
     """`paged, 16 users, 64 in / 48 out, repeat 2`."""
     words = [cell.backend if cell.reserve in (None, "max") else f"{cell.backend} {cell.reserve}"]
+    if cell.batching == "static":
+        words.append("static")
     if cell.concurrency is not None:
         words.append(f"{cell.concurrency} user{'s' if cell.concurrency != 1 else ''}")
     else:

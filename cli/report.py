@@ -18,4 +18,6 @@ def report(
     from kvbench.metrics.store import RunFolder, latest
 
     output_format = choice(output_format, FORMATS, "--format")
-    show(RunFolder.open(run or latest("runs")), output_format)
+    folder = RunFolder.open(run or latest("runs"))
+    folder.catch_up()
+    show(folder, output_format)

@@ -4,6 +4,7 @@ together for each cell of a sweep."""
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ from kvbench.contiguous.slots import POLICIES, Slots
 from kvbench.engine.clock import WallClock
 from kvbench.engine.engine import Engine, Watch, serve
 from kvbench.engine.interfaces import Allocator, Cache, Load
-from kvbench.engine.scheduler import Limits
+from kvbench.engine.scheduler import Limits, Scheduler
+from kvbench.engine.static import StaticScheduler
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
 from kvbench.workloads.grid import Variant
@@ -42,22 +44,29 @@ class Backend:
 
     name: str
     make_allocator: Callable[[CacheConfig], Allocator]
-    make_cache: Callable[[Arena, Allocator], Cache]
+    make_cache: Callable[[Arena, Allocator, int], Cache]
     shares: bool = False
 
 
-def _slot_cache(arena: Arena, allocator: Allocator) -> Cache:
+def _slot_cache(arena: Arena, allocator: Allocator, longest: int) -> Cache:
     from kvbench.contiguous.cache import SlotCache
 
     assert isinstance(allocator, Slots)
-    return SlotCache(arena, allocator)
+    return SlotCache(arena, allocator, longest)
 
 
-def _block_cache(arena: Arena, allocator: Allocator) -> Cache:
+def _block_cache(arena: Arena, allocator: Allocator, longest: int) -> Cache:
     from kvbench.paged.cache import BlockCache
 
     assert isinstance(allocator, BlockPool)
-    return BlockCache(arena, allocator)
+    return BlockCache(arena, allocator, longest)
+
+
+def _scheduler(batching: str, allocator: Allocator, limits: Limits) -> Scheduler:
+    if batching == "continuous":
+        return Scheduler(allocator, limits)
+    assert isinstance(allocator, Slots), "the command line refuses static batches on other backends"
+    return StaticScheduler(allocator, limits)
 
 
 BACKENDS = {
@@ -87,8 +96,9 @@ class Stack:
     limits: Limits
     save_tokens: bool = False
 
-    def run(self, variant: Variant, load: Load, watch: Watch | None = None) -> Run:
-        """Serve `load` with a fresh engine and fresh memory. Raises CellError where the cell cannot run."""
+    def run(self, variant: Variant, load: Load, watch: Watch | None = None, *, timeout_s: float = math.inf) -> Run:
+        """Serve `load` with a fresh engine and fresh memory, for `timeout_s` at most. Raises CellError where the cell
+        cannot run."""
         from kvbench.engine.arena import Arena
         from kvbench.engine.runner import ModelRunner
 
@@ -96,9 +106,11 @@ class Stack:
         rows = self.cache.pool_tokens + self.cache.block_size
         arena = Arena(self.model.kv, rows, self.model.dtype, self.model.device)  # first: it says what is too large
         allocator = backend.make_allocator(replace(self.cache, reserve=variant.reserve))
-        runner = ModelRunner(self.model, backend.make_cache(arena, allocator))
-        engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens)
-        return serve(load, engine, WallClock(), watch)
+        cache = backend.make_cache(arena, allocator, self.cache.max_model_len)
+        runner = ModelRunner(self.model, cache)
+        scheduler = _scheduler(variant.batching, allocator, self.limits)
+        engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens, scheduler=scheduler)
+        return serve(load, engine, WallClock(), watch, timeout_s=timeout_s)
 
 
 def release_memory(model: BoundModel) -> None:

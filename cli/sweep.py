@@ -41,8 +41,11 @@ def sweep(
         ),
     ] = False,
     cache_salt: Annotated[str | None, MEMORY(help="Share only within a salt; requests take a list's in turns.")] = None,
-    reserve: Annotated[str, MEMORY(help="max | declared | pow2 | oracle (contiguous).")] = "max",
+    reserve: Annotated[
+        str | None, MEMORY(help="Contiguous: max (default) | declared | pow2 | oracle, a list too.")
+    ] = None,
     overflow: Annotated[str, MEMORY(help="reject | truncate what exceeds --max-model-len.")] = "reject",
+    batching: Annotated[str | None, ENGINE(help="Contiguous: continuous (default) | static, a list too.")] = None,
     max_num_batched_tokens: Annotated[int, ENGINE(help="Token budget of a step.")] = 2048,
     max_num_seqs: Annotated[int, ENGINE(help="Most sequences running at once.")] = 256,
     max_tokens: Annotated[
@@ -50,14 +53,19 @@ def sweep(
         ENGINE(help="Declared to the engine; default: the longest answer drawn."),
     ] = None,
     temperature: Annotated[float, ENGINE(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, ENGINE(help="Draw from the likeliest tokens that reach this together.")] = 1.0,
+    repetition_penalty: Annotated[float, ENGINE(help="Above 1: less of what prompt and answer have.")] = 1.0,
     ignore_eos: Annotated[
         bool | None,
         ENGINE(help="Answers have their drawn length (default but for jsonl)."),
     ] = None,
+    request_timeout: Annotated[
+        str | None, ENGINE(help="Abort a request this long after it was scheduled, as 30s.")
+    ] = None,
     concurrency: Annotated[str | None, LOAD(help="Closed loop: users, as 1,8,64 or 1-64*2.")] = None,
     request_rate: Annotated[str | None, LOAD(help="Open loop: requests per second, a list too.")] = None,
-    arrivals: Annotated[str, LOAD(help="poisson | gamma | constant")] = "poisson",
-    burstiness: Annotated[float, LOAD(help="Shape of gamma arrivals: below 1 is bursty.")] = 1.0,
+    arrivals: Annotated[str | None, LOAD(help="poisson (default) | gamma | constant, of an open loop.")] = None,
+    burstiness: Annotated[float | None, LOAD(help="Shape of gamma arrivals: below 1 is bursty.")] = None,
     dataset: Annotated[str, LOAD("--dataset", "--dataset-name", help="random | support | jsonl")] = "random",
     dataset_path: Annotated[Path | None, LOAD(help="File of --dataset jsonl.")] = None,
     input_len: Annotated[
@@ -77,6 +85,7 @@ def sweep(
         LOAD("--prefix-len", "--random-prefix-len", help="Tokens with which all prompts begin, before --input-len."),
     ] = 0,
     num_prompts: Annotated[int | None, LOAD(help="Requests a cell.")] = None,
+    cell_timeout: Annotated[str | None, LOAD(help="End a cell after this long, as 10m; its row says so.")] = None,
     num_warmups: Annotated[int, LOAD(help="Requests before the first cell.")] = 4,
     repeats: Annotated[
         int | None, LOAD(help="Independent repeats of every point; default: 2 to 5, as time allows.")
@@ -89,6 +98,10 @@ def sweep(
     save_tokens: Annotated[bool, RESULT("--save-tokens", help="Keep every token id.")] = False,
     output: Annotated[Path | None, RESULT(help="Run folder; default runs/<time>-<model>.")] = None,
     output_format: Annotated[str, RESULT("--format", help="table | markdown | csv | json")] = "table",
+    resume: Annotated[
+        bool, RESULT("--resume", help="Measure only what the run of --output (default: the latest unfinished) lacks.")
+    ] = False,
+    force: Annotated[bool, RESULT("--force", help="Resume although flags, device or version changed; marked.")] = False,
     dry_run: Annotated[bool, RESULT("--dry-run", help="Say what would run and how long, then stop.")] = False,
 ) -> None:
     """Measure both KV-cache layouts over a grid of load and context length.
@@ -98,7 +111,7 @@ def sweep(
     from kvbench.cli.conduct import conduct
     from kvbench.cli.stack import BACKENDS, RESERVATIONS
 
-    variants = flags.parse_variants(backend, reserve, BACKENDS, RESERVATIONS)
+    variants = flags.parse_variants(backend, reserve, batching, BACKENDS, RESERVATIONS)
     if enable_prefix_caching and not any(BACKENDS[variant.backend].shares for variant in variants):
         raise KvbenchError("--enable-prefix-caching needs a backend that can share memory; add paged to --backend")
     config = flags.SweepConfig(
@@ -108,7 +121,7 @@ def sweep(
         model=model,
         weights=flags.choice(weights, ("auto", "random"), "--weights"),
         dtype=flags.parse_dtype(dtype),
-        device=device,
+        device=flags.parse_device(device),
         kv_bytes=None if kv_memory is None else flags.parse_bytes(kv_memory, "--kv-memory"),
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
@@ -119,7 +132,7 @@ def sweep(
         max_sequences=max_num_seqs,
         max_tokens=max_tokens,
         overflow=flags.choice(overflow, ("reject", "truncate"), "--overflow"),
-        arrivals=flags.choice(arrivals, ARRIVALS, "--arrivals"),
+        arrivals=None if arrivals is None else flags.choice(arrivals, ARRIVALS, "--arrivals"),
         burstiness=burstiness,
         range_ratio=range_ratio,
         prefix_tokens=prefix_len,
@@ -131,10 +144,14 @@ def sweep(
         seed=seed,
         slos=flags.parse_objectives(slo or [], goodput),
         temperature=temperature,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
         ignore_eos=ignore_eos,
+        request_timeout_s=flags.parse_seconds(request_timeout, "--request-timeout"),
+        cell_timeout_s=flags.parse_seconds(cell_timeout, "--cell-timeout"),
         price_usd_per_hour=price,
         save_tokens=save_tokens,
         metadata=flags.parse_metadata(metadata or []),
     )
     output_format = flags.choice(output_format, flags.FORMATS, "--format")
-    raise typer.Exit(conduct(config, output, output_format, dry_run))
+    raise typer.Exit(conduct(config, output, output_format, dry_run=dry_run, resume=resume, force=force))

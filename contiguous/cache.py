@@ -7,24 +7,27 @@ from torch import Tensor
 
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import Arena
-from kvbench.engine.attention.torch_path import Span, attend, spans
+from kvbench.engine.attention.torch_path import Span, Staging, attend, spans
 from kvbench.engine.types import Batch
 
 
 class SlotCache:
-    """Device half of the contiguous backend; keys and values are read where they lie."""
+    """Device half of the contiguous backend. `longest` is the most tokens a sequence may have."""
 
-    def __init__(self, arena: Arena, allocator: Slots) -> None:
+    def __init__(self, arena: Arena, allocator: Slots, longest: int) -> None:
         self._arena = arena
         self._allocator = allocator
+        self._staging = Staging(arena, longest)
         self._spans: list[Span] = []
+        self._bases: dict[int, int] = {}
         self._writes = torch.empty(0, dtype=torch.int64)
 
     def begin(self, batch: Batch) -> None:
         self._spans = spans(batch)
+        self._bases = {chunk.sequence.id: self._allocator.base(chunk.sequence) for chunk in batch.chunks}
         rows: list[int] = []
         for chunk in batch.chunks:
-            base = self._allocator.base(chunk.sequence)
+            base = self._bases[chunk.sequence.id]
             rows.extend(range(base + chunk.start, base + chunk.end))
         self._writes = torch.tensor(rows, device=self._arena.k[0].device)
 
@@ -41,11 +44,9 @@ class SlotCache:
         sinks: Tensor | None = None,
     ) -> Tensor:
         self._arena.write(layer, self._writes, k, v)
-        keys, values = self._arena.k[layer], self._arena.v[layer]
 
         def rows(span: Span, skip: int) -> tuple[Tensor, Tensor]:
-            base = self._allocator.base(span.sequence)
-            mine = slice(base + skip, base + span.keys)
-            return keys[mine], values[mine]
+            base = self._bases[span.sequence.id]
+            return self._staging.copy_rows(layer, base + skip, base + span.keys)
 
         return attend(q, self._spans, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)

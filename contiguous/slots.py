@@ -86,6 +86,9 @@ class Slots:
     def commit(self, sequence: Sequence) -> None:
         self._accounts.fill(sequence)
 
+    def retire(self, sequence: Sequence) -> None:
+        self._accounts.retire(sequence)
+
     def free(self, sequence: Sequence) -> None:
         if size := self._accounts.held(sequence):
             self._ranges.give_back(self._placed.pop(sequence.id), size)

@@ -67,6 +67,12 @@ class Accounts:
         self._filled_total += sequence.computed - stay.filled
         stay.filled = sequence.computed
 
+    def retire(self, sequence: Sequence) -> None:
+        """The sequence's stay ends here, but its rows stay held, all of them asked for and none ever filled."""
+        held = self.held(sequence)
+        self.release(sequence)
+        self.hold(sequence, held, held)
+
     def release(self, sequence: Sequence) -> None:
         """The sequence holds nothing any more."""
         stay = self._stays.pop(sequence.id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,18 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
+@contextmanager
+def out_of_memory(what: str) -> Iterator[None]:
+    """Raise CellOutOfMemory, naming `what`, for whatever torch raises when memory runs out: on a CPU a RuntimeError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        message = " ".join(str(error).split())
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in message:
+            raise CellOutOfMemory(f"{what}: {message or 'out of memory'}") from error
+        raise
+
+
 class Arena:
     """`k[layer]` and `v[layer]` are [rows, kv_heads, head_dim]. What a row means is the backend's address map.
 
@@ -40,11 +54,9 @@ class Arena:
         if self.nbytes > available:
             raise CellOutOfMemory(f"KV arena of {self.nbytes:,} bytes does not fit in {available:,} bytes free")
         size = (shape.layers, rows, shape.kv_heads, shape.head_dim)
-        try:
+        with out_of_memory(f"KV arena of {self.nbytes:,} bytes"):
             self.k = torch.full(size, fill, dtype=dtype, device=device).unbind(0)
             self.v = torch.full(size, fill, dtype=dtype, device=device).unbind(0)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise CellOutOfMemory(f"KV arena of {self.nbytes:,} bytes does not fit: {error}".splitlines()[0]) from error
 
     def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v [T, kv_heads, head_dim] in `rows` [T]."""

@@ -6,32 +6,46 @@ on a virtual clock with the same batches and token times.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 from kvbench.engine.interfaces import Allocator, Clock, Executor, Load
 from kvbench.engine.ledger import Ledger
 from kvbench.engine.scheduler import Limits, Plan, Scheduler
 from kvbench.engine.types import Batch, Request, Sampled, Sequence, Ticket
-from kvbench.metrics.records import FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run, StepRecord
+from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run, StepRecord
 
 
 class Engine:
     """Serves requests over one allocator and one executor, one batch in flight at a time.
 
     A step is `launch(now)` → `collect()` → `commit(now)`: it starts at the first `now` and its tokens exist at the
-    second. `take_done()` hands out what ended since the last call.
+    second. `take_done()` hands out what ended since the last call. `abort` may come at any moment. `scheduler`
+    batches in its own way, over the same allocator and limits; the default is continuous batching.
     """
 
-    def __init__(self, allocator: Allocator, executor: Executor, limits: Limits, *, save_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        executor: Executor,
+        limits: Limits,
+        *,
+        save_tokens: bool = False,
+        scheduler: Scheduler | None = None,
+    ) -> None:
         self.allocator = allocator
         self.executor = executor
         self.limits = limits
-        self.scheduler = Scheduler(allocator, limits)
+        self.scheduler = scheduler or Scheduler(allocator, limits)
         self.ledger = Ledger()
         self.records: list[RequestRecord] = []
         self.steps: list[StepRecord] = []
         self._save_tokens = save_tokens
         self._done: list[RequestRecord] = []
+        self._living: dict[int, Sequence] = {}
+        self._leaving: dict[int, str] = {}  # aborted while the batch in flight writes to their rows, and why
+        self._deadlines: list[tuple[float, int]] = []  # a heap; requests that have ended stay in it until theirs
         self._flight: tuple[Ticket, Plan, float] | None = None
         self._sampled: Sampled | None = None
         self._stalls = 0
@@ -57,8 +71,11 @@ class Engine:
             )
         if reason:
             self._end(sequence, REJECTED, reason)
-        else:
-            self.scheduler.add(sequence)
+            return
+        self._living[sequence.id] = sequence
+        self.scheduler.add(sequence)
+        if self.limits.request_timeout_s is not None:
+            heappush(self._deadlines, (request.scheduled_s + self.limits.request_timeout_s, request.id))
 
     def _fitted(self, request: Request) -> tuple[tuple[int, ...], str]:
         """The prompt as it will be served, and why it cannot be (empty: it can)."""
@@ -72,9 +89,32 @@ class Engine:
             f"max_model_len {self.limits.max_model_len}"
         )
 
+    def abort(self, request_id: int, reason: str = "aborted by its client") -> bool:
+        """End a request wherever it is: at once, or with the next commit where the batch in flight still writes to its
+        rows (a token of that batch is kept). False where it has ended already, or never came."""
+        sequence = self._living.get(request_id)
+        if sequence is None:
+            return False
+        if self._flight is not None and any(chunk.sequence is sequence for chunk in self._flight[0].batch.chunks):
+            self._leaving.setdefault(request_id, reason)
+        else:
+            self._abort(sequence, reason)
+            self.ledger.note(self.allocator.take_holdings(), len(self.steps))
+        return True
+
+    def _abort(self, sequence: Sequence, reason: str) -> None:
+        self.scheduler.drop(sequence)
+        self._end(sequence, ABORTED, reason)
+
+    def _abort_overdue(self, now_s: float) -> None:
+        while self._deadlines and self._deadlines[0][0] < now_s:
+            _, request_id = heappop(self._deadlines)
+            self.abort(request_id, f"not finished {self.limits.request_timeout_s:g} s after it was scheduled")
+
     def launch(self, now_s: float) -> None:
         """Schedule the next batch and start it; nothing is in flight where nothing can run."""
         assert not self.busy, "one batch at a time"
+        self._abort_overdue(now_s)
         plan = self.scheduler.schedule()
         for sequence, reason in plan.hopeless:
             self._end(sequence, FAILED, reason)
@@ -97,8 +137,10 @@ class Engine:
         return ticket.done_s
 
     def commit(self, now_s: float) -> None:
-        """The collected batch was done at `now_s`: tokens, memory and ends take effect."""
+        """The collected batch was done at `now_s`: tokens, memory, ends and aborts take effect. An answer whose last
+        token came too late is no answer."""
         assert self._flight is not None and self._sampled is not None, "collect before commit"
+        self._abort_overdue(now_s)
         (ticket, plan, start_s), sampled = self._flight, self._sampled
         self._flight = self._sampled = None
         batch = ticket.batch
@@ -108,12 +150,15 @@ class Engine:
         ended: list[tuple[Sequence, str]] = []
         for chunk, token in zip((chunk for chunk in batch.chunks if chunk.samples), sampled.tokens, strict=True):
             chunk.sequence.emit(token, batch.step)
-            if reason := chunk.sequence.ended:
+            if (reason := chunk.sequence.ended) and chunk.sequence.id not in self._leaving:
                 ended.append((chunk.sequence, reason))
         self.steps.append(self._step_record(batch, plan, sampled, start_s, now_s))
         for sequence, reason in ended:
             self.scheduler.finish(sequence)
             self._end(sequence, FINISHED, reason)
+        leaving, self._leaving = self._leaving, {}
+        for request_id, reason in leaving.items():
+            self._abort(self._living[request_id], reason)
         self.ledger.note(self.allocator.take_holdings(), len(self.steps))
 
     def _step_record(self, batch: Batch, plan: Plan, sampled: Sampled, start_s: float, end_s: float) -> StepRecord:
@@ -149,6 +194,7 @@ class Engine:
         return done
 
     def _end(self, sequence: Sequence, status: str, reason: str) -> None:
+        self._living.pop(sequence.id, None)
         self._done.append(self._record(sequence, status, reason))
 
     def _record(self, sequence: Sequence, status: str, reason: str) -> RequestRecord:
@@ -178,11 +224,8 @@ class Engine:
 
     def run(self, end_s: float) -> Run:
         """All that was observed until `end_s`; what is still queued or running becomes `unfinished`."""
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-            self.allocator.free(sequence)
+        for sequence in self.scheduler.drain():
             self._record(sequence, UNFINISHED, "the run ended first")
-        self.scheduler.running.clear()
-        self.scheduler.waiting.clear()
         self.ledger.note(self.allocator.take_holdings(), len(self.steps))
         return Run(
             requests=sorted(self.records, key=lambda record: record.request),
@@ -198,10 +241,12 @@ Watch = Callable[[Engine, float], None]
 """Called with the engine and the time after every turn of `serve`, to show progress."""
 
 
-def serve(load: Load, engine: Engine, clock: Clock, watch: Watch | None = None) -> Run:
-    """Drive `engine` with `load` until nothing is left to do; the only code that moves `clock`."""
+def serve(load: Load, engine: Engine, clock: Clock, watch: Watch | None = None, *, timeout_s: float = math.inf) -> Run:
+    """Drive `engine` with `load` until nothing is left to do, or until the first step that ends at `timeout_s` or
+    later: what still runs then is unfinished, what was not asked yet is never asked. The only code that moves `clock`.
+    """
     now_s = clock.now()
-    while True:
+    while now_s < timeout_s:
         while requests := load.due(now_s):  # a rejection frees its client, who may have more to ask at once
             for request in requests:
                 engine.submit(request)
@@ -215,9 +260,10 @@ def serve(load: Load, engine: Engine, clock: Clock, watch: Watch | None = None) 
             watch(engine, now_s)
         if not engine.pending:
             if (next_s := load.next_s()) is None:
-                return engine.run(now_s)
+                break
             if next_s > now_s:
-                now_s = clock.wait_until(next_s)
+                now_s = clock.wait_until(min(next_s, timeout_s))
+    return engine.run(now_s)
 
 
 def _report_ends(engine: Engine, load: Load, now_s: float) -> None:

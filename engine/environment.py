@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,8 @@ LIBRARIES = ("torch", "transformers", "numpy", "triton")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a run is measured on. `bf16` and `fp16`: whether it multiplies these natively."""
+    """What a run is measured on. `bf16` and `fp16`: whether it multiplies these natively.
+    `threads` is how many of a CPU's cores torch uses."""
 
     kind: str
     torch_name: str
@@ -32,6 +34,7 @@ class Device:
     memory_bytes: int
     bf16: bool
     fp16: bool
+    threads: int | None = None
     driver: str | None = None
     uuid: str | None = None
 
@@ -78,6 +81,7 @@ def find_device(wanted: str | None) -> Device:
 
 def _cpu() -> Device:
     import psutil
+    import torch
 
     flags = _cpu_info("flags") or _cpu_info("Features") or ""
     words = set(flags.split())
@@ -89,6 +93,7 @@ def _cpu() -> Device:
         memory_bytes=int(psutil.virtual_memory().total),
         bf16=bool(words & {"avx512_bf16", "amx_bf16", "bf16"}),
         fp16=bool(words & {"avx512_fp16", "amx_fp16", "asimdhp"}),
+        threads=torch.get_num_threads(),
     )
 
 
@@ -115,6 +120,7 @@ def unusable_gpu() -> str | None:
 def versions() -> dict[str, str | None]:
     """Python, our commit and the libraries that decide what is measured."""
     found: dict[str, str | None] = {
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "kvbench": kvbench.__version__,
@@ -129,23 +135,27 @@ def versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout we run from, with `+` where files differ from it; None when installed."""
+    """The commit of the checkout we run from, where files differ from it with `+` and a digest of the difference; None
+    when installed."""
     root = Path(kvbench.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
     commit = _first_line("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
-    changed = _first_line("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+" if commit and changed else commit
+    changes = _output("git", "-C", str(root), "diff", "HEAD")
+    return f"{commit}+{sha256(changes).hexdigest()[:8]}" if commit and changes else commit
 
 
 def _first_line(*command: str) -> str | None:
+    return next(iter((_output(*command) or b"").decode(errors="replace").splitlines()), None)
+
+
+def _output(*command: str) -> bytes | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return subprocess.run(command, capture_output=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return next(iter(done.stdout.splitlines()), None)
 
 
 def available_bytes(device: torch.device) -> int:

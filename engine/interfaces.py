@@ -1,7 +1,8 @@
-"""The seams of the engine: five small protocols.
+"""The seams of the engine: five small protocols, and one that adds a verb to the first.
 
 | protocol  | implementations                             | what may go wrong                                  |
 | Allocator | contiguous.Slots, paged.BlockPool           | shortage is False; all else is a fault             |
+| Retiring  | contiguous.Slots                            | (an Allocator for static batches)                  |
 | Cache     | contiguous.SlotCache, paged.BlockCache      | nothing: the allocator has already said yes        |
 | Executor  | runner.ModelRunner, virtual ones            | CellError: out of memory, logits that are NaN      |
 | Clock     | clock.WallClock, clock.VirtualClock         | nothing                                            |
@@ -53,6 +54,13 @@ class Allocator(Protocol):
 
     def take_holdings(self) -> list[Holding]:
         """What changed hands since the last call, in order; the engine turns it into ranges of steps."""
+
+
+class Retiring(Allocator, Protocol):
+    """What request-level batching asks of an allocator on top."""
+
+    def retire(self, sequence: Sequence) -> None:
+        """The sequence has ended but keeps its rows until `free`: from now on none of them counts as filled."""
 
 
 class Cache(Protocol):

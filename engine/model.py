@@ -6,7 +6,9 @@ flat batch [1, T] of many sequences with their positions, and the hook hands eac
 
 from __future__ import annotations
 
+import time
 from contextvars import ContextVar
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +68,11 @@ def check_family(config: PretrainedConfig, max_model_len: int | None = None) -> 
 
 
 def kv_shape(config: PretrainedConfig) -> KVShape:
-    """What one token keeps in each layer, from a transformers configuration."""
+    """What one token keeps in each layer, from a transformers configuration. KvbenchError where it makes no sense."""
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"):
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or not 1 <= value <= 2**31:
+            raise KvbenchError(f"the model's config.json has {name} {value!r}; it must be a whole number of at least 1")
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -112,7 +118,8 @@ def register() -> None:
 
 
 class BoundModel:
-    """A causal language model bound to our attention. Raises KvbenchError for one that does not use it once a layer."""
+    """A causal language model bound to our attention. Raises KvbenchError for one that does not use it once a layer,
+    which takes its very first forward pass of one token, `first_forward_s` long."""
 
     def __init__(self, module: torch.nn.Module, config: PretrainedConfig) -> None:
         self.module = module.eval()
@@ -141,11 +148,22 @@ class BoundModel:
         logits: Tensor = output.logits[0]
         return logits
 
+    def fingerprint(self) -> str:
+        """Changes with the weights: a digest of each one's name, shape and first 64 values."""
+        found = sha256()
+        for name, weight in self.module.named_parameters():
+            first = weight.detach().flatten()[:64].contiguous().cpu()
+            found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            found.update(first.view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
     def _probe(self) -> None:
         """One token through the model: every layer must ask for attention once, in order, in the shape expected."""
         probe = _Probe()
+        started_s = time.perf_counter()
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.forward(zero, zero, zero, probe)
+        self.forward(zero, zero, zero, probe).tolist()
+        self.first_forward_s = time.perf_counter() - started_s
         expected = [(layer, self.kv.kv_heads, self.kv.head_dim) for layer in range(self.kv.layers)]
         if probe.seen != expected:
             raise KvbenchError(

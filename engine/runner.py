@@ -7,10 +7,12 @@ import time
 import torch
 from torch import Tensor
 
+from kvbench.engine.arena import out_of_memory
 from kvbench.engine.interfaces import Cache
 from kvbench.engine.model import BoundModel
-from kvbench.engine.types import Batch, Chunk, Sampled, Ticket
-from kvbench.errors import CellError, CellOutOfMemory
+from kvbench.engine.sampling import next_tokens
+from kvbench.engine.types import Batch, Sampled, Ticket
+from kvbench.errors import CellError
 
 
 class ModelRunner:
@@ -20,26 +22,25 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._device = model.device
-        self._generator = torch.Generator()
 
     def launch(self, batch: Batch, now_s: float) -> Ticket:
-        started_s = time.perf_counter()
-        try:
-            tokens = self._run(batch)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise CellOutOfMemory(f"step of {batch.tokens} tokens: {str(error).splitlines()[0]}") from error
+        with out_of_memory(f"step of {batch.tokens} tokens"):
+            inputs = self._prepare(batch)
+            started_s = time.perf_counter()
+            tokens = self._run(batch, *inputs)
         return Ticket(batch, pending=(tokens, started_s))
 
     def collect(self, ticket: Ticket) -> Sampled:
         assert isinstance(ticket.pending, tuple)
         tokens, started_s = ticket.pending
-        found = tokens.tolist()  # waits for the device
+        with out_of_memory(f"step of {ticket.batch.tokens} tokens"):
+            found = tokens.tolist()  # waits for the device
         if -1 in found:
-            raise CellError(f"step {ticket.batch.step} gave logits that are not numbers (NaN)")
+            raise CellError(f"step {ticket.batch.step} gave logits that are NaN or infinite")
         return Sampled(found, time.perf_counter() - started_s)
 
-    def _run(self, batch: Batch) -> Tensor:
-        """Launch one forward pass and sampling; the new tokens [samples], -1 where the logits are NaN."""
+    def _prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The host's part of a step: token ids [T], positions [T], and the indices [samples] to sample after."""
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
@@ -49,23 +50,12 @@ class ModelRunner:
             if chunk.samples:
                 keep.append(len(ids) - 1)
         self._cache.begin(batch)
-        flat, at, kept = (
-            torch.tensor(values, dtype=torch.int64, device=self._device) for values in (ids, positions, keep)
-        )
-        logits = self._model.forward(flat, at, kept, self._cache)
-        if not keep:  # transformers reads an empty index as "all"
-            return flat[:0]
-        return self._sample(logits, [chunk for chunk in batch.chunks if chunk.samples])
+        return self._tensor(ids), self._tensor(positions), self._tensor(keep)
 
-    def _sample(self, logits: Tensor, chunks: list[Chunk]) -> Tensor:
-        """Greedy, or by temperature with a random stream that depends on request and position alone, not on the
-        batch: argmax(p / e) with e drawn from Exp(1) is a draw from p."""
-        best, tokens = logits.max(dim=-1)
-        for row, chunk in enumerate(chunks):
-            request = chunk.sequence.request
-            if request.temperature:
-                self._generator.manual_seed(((request.seed << 24) + chunk.end) & (2**63 - 1))
-                noise = torch.empty(logits.shape[-1]).exponential_(generator=self._generator)
-                weights = (logits[row].float() / request.temperature).softmax(-1)
-                tokens[row] = (weights / noise.to(self._device)).argmax()
-        return tokens.masked_fill(best.isnan(), -1)
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def _run(self, batch: Batch, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+        """Launch one forward pass and sampling; the new tokens [samples], -1 where the logits are no numbers."""
+        logits = self._model.forward(ids, positions, keep, self._cache)
+        return next_tokens(logits, [chunk for chunk in batch.chunks if chunk.samples])

@@ -18,17 +18,21 @@ from kvbench.errors import KvbenchError
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_batched_tokens` tokens a step, `max_sequences` running at once, `max_model_len` tokens of prompt and
-    declared answer together; `truncate` cuts the head of a prompt that goes beyond it instead of rejecting."""
+    declared answer together; `truncate` cuts the head of a prompt that goes beyond it instead of rejecting. A request
+    that has not finished `request_timeout_s` seconds after it was scheduled is aborted; None waits for ever."""
 
     max_model_len: int
     max_batched_tokens: int = 2048
     max_sequences: int = 256
     truncate: bool = False
+    request_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_batched_tokens", "max_sequences"):
             if getattr(self, name) < 1:
                 raise KvbenchError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise KvbenchError(f"request_timeout_s must be above 0, not {self.request_timeout_s}")
 
 
 @dataclass(slots=True)
@@ -62,6 +66,22 @@ class Scheduler:
         self.running.remove(sequence)
         self.allocator.free(sequence)
 
+    def drop(self, sequence: Sequence) -> None:
+        """The sequence is no longer wanted, whether it runs or waits."""
+        if sequence in self.running:
+            self.finish(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def drain(self) -> list[Sequence]:
+        """Everybody leaves, wanted or not, and all rows go back; returns those who were running or waiting."""
+        living = [*self.running, *self.waiting]
+        for sequence in living:
+            self.allocator.free(sequence)
+        self.running.clear()
+        self.waiting.clear()
+        return living
+
     def schedule(self) -> Plan:
         plan = Plan()
         budget = self._advance_running(plan)
@@ -73,8 +93,7 @@ class Scheduler:
         """Give every running sequence its next chunk, the oldest first; returns what is left of the budget."""
         budget = self.limits.max_batched_tokens
         at = 0
-        while at < len(self.running):
-            assert budget > 0, "a sequence is admitted only while the budget lasts, so each gets a token a step"
+        while budget and at < len(self.running):
             sequence = self.running[at]
             end = min(sequence.known, sequence.computed + budget)
             if self._make_room(sequence, end, plan):
@@ -100,19 +119,25 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
-        """Admit from the head of the queue while a sequence's whole known part fits; nobody overtakes the head."""
-        while self.waiting and budget and len(self.running) < self.limits.max_sequences:
+        """Admit while the budget lasts, so that all who run get a token a step."""
+        while budget and (sequence := self._admit(plan)):
+            budget -= self._run(sequence, min(sequence.known, sequence.computed + budget), plan)
+
+    def _admit(self, plan: Plan) -> Sequence | None:
+        """Admit the head of the queue where its whole known part fits; nobody overtakes it."""
+        while self.waiting and len(self.running) < self.limits.max_sequences:
             sequence = self.waiting[0]
             if not self.allocator.could_hold(sequence, sequence.known):
                 self.waiting.popleft()
                 plan.hopeless.append((sequence, self._outgrown(sequence, sequence.known)))
                 continue
             if not self.allocator.reserve(sequence, sequence.known):
-                return
+                return None
             self.waiting.popleft()
             self.running.append(sequence)
             plan.admitted.append(sequence)
-            budget -= self._run(sequence, min(sequence.known, sequence.computed + budget), plan)
+            return sequence
+        return None
 
     def _run(self, sequence: Sequence, end: int, plan: Plan) -> int:
         chunk = Chunk(sequence, sequence.computed, end, samples=end == sequence.known)

@@ -14,14 +14,48 @@ from kvbench.errors import KvbenchError
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; the default is greedy. Penalty first, then temperature, then top-p, as vLLM and
+    transformers do.
+
+    `temperature` 0 is greedy, whatever `top_p` says. `top_p` keeps the fewest, most likely tokens that reach it
+    together. `repetition_penalty` above 1 makes tokens of prompt and answer less likely, below 1 more. `seed` fixes the
+    draws of one request, in any batch.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise KvbenchError(f"temperature must be a number of at least 0, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise KvbenchError(f"top-p must be above 0 and at most 1, not {self.top_p}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise KvbenchError(f"repetition penalty must be from 0.01 to 100, not {self.repetition_penalty}")
+        if not 0 <= self.seed < 2**63:
+            raise KvbenchError(f"a sampling seed must be at least 0 and below 2**63, not {self.seed}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the token is simply that of the highest logit."""
+        return not self.temperature and self.repetition_penalty == 1
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What is asked: `prompt` (token ids) and how long the answer may be.
 
     `max_tokens` is declared by the client and known to everyone. `output_tokens` is the answer's true length where the
     workload drew it (the request then ignores end-of-sequence), None where the answer ends by itself at one of
     `stop_ids`. The scheduler never reads it; an allocator reads it only under the two policies that say so (`pow2`,
-    `oracle`). Temperature 0 is greedy. `scheduled_s` is when the load wants it sent, on the run's clock. Only requests
-    of one `cache_salt` share cached prefixes.
+    `oracle`). `scheduled_s` is when the load wants it sent, on the run's clock. Only requests of one `cache_salt` share
+    cached prefixes.
     """
 
     id: int
@@ -29,8 +63,7 @@ class Request:
     max_tokens: int
     output_tokens: int | None = None
     scheduled_s: float = 0.0
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: Sampling = GREEDY
     stop_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
 
@@ -44,8 +77,6 @@ class Request:
                 f"request {self.id} answers {self.output_tokens} tokens but declares {self.max_tokens}; "
                 "an answer has at least one token and no more than max_tokens"
             )
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise KvbenchError(f"temperature must be a number of at least 0, not {self.temperature}")
         if not (math.isfinite(self.scheduled_s) and self.scheduled_s >= 0):
             raise KvbenchError(f"request {self.id} is scheduled at {self.scheduled_s} s; it needs a time of at least 0")
 

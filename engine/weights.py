@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvbench.engine.environment import available_bytes
 from kvbench.engine.model import ATTENTION, BoundModel, check_family, register
 from kvbench.engine.shapes import ModelShape, find_shape, unknown_model
 from kvbench.errors import KvbenchError
@@ -110,23 +111,33 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     extra = {"gguf_file": source.gguf} if source.gguf else {}
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, **extra)
-    except Exception:
+    except Exception as error:
         if source.local and not any(Path(source.folder).glob("tokenizer*")):
             return None
-        raise
+        raise _unloadable(source, "tokenizer", error) from error
     return tokenizer
 
 
 def load_model(
-    source: Source, *, weights: str, dtype: torch.dtype, device: torch.device, max_model_len: int | None, seed: int = 0
+    source: Source,
+    *,
+    weights: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None,
+    seed: int = 0,
+    config: PretrainedConfig | None = None,
 ) -> BoundModel:
     """The model on `device`, bound to our attention. `weights` is `auto` (real ones where there are some, else an
-    error for a folder and random ones for a built-in shape) or `random`."""
-    config = load_config(source)
+    error for a folder and random ones for a built-in shape) or `random`. `config` is its configuration, where known."""
+    config = load_config(source) if config is None else config
     check_family(config, max_model_len)
     limit = getattr(config, "max_position_embeddings", None)
     if max_model_len is not None and limit is not None and max_model_len > limit:
-        raise KvbenchError(f"--max-model-len {max_model_len} is beyond the {limit} positions of {source.name}")
+        raise KvbenchError(
+            f"requests of up to {max_model_len} tokens are beyond the {limit} positions of {source.name}; lower "
+            "--max-model-len, or --input-len and --output-len"
+        )
     register()
     if weights == "random" or (weights == "auto" and source.folder is None):
         return _random(config, dtype, device, seed)
@@ -157,6 +168,10 @@ def _random(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, 
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
+    with torch.device("meta"):
+        needed = sum(weight.nbytes for weight in AutoModelForCausalLM.from_config(config, dtype=dtype).parameters())
+    if needed > (free := available_bytes(device)):
+        raise KvbenchError(f"weights of {needed:,} bytes do not fit in {free:,} bytes free; choose a smaller --model")
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     return BoundModel(module, config)
@@ -199,8 +214,7 @@ def quiet() -> None:
 
 
 def _unloadable(source: Source, what: str, error: Exception) -> KvbenchError:
-    message = str(error).strip()
-    first = textwrap.shorten(message.splitlines()[0], 200, placeholder=" …") if message else type(error).__name__
+    first = textwrap.shorten(str(error), 200, placeholder=" …") or type(error).__name__
     where = source.folder if source.gguf is None else f"{source.folder}/{source.gguf}"
     hint = "" if source.local else " (not in the local cache, gated or unreachable)"
     return KvbenchError(f"cannot load the {what} of {where}{hint}: {first}")

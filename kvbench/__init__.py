@@ -6,11 +6,13 @@ read in this order:
 1. `engine/types.py`       Request, Sequence, Chunk, Batch: what flows through everything
 2. `engine/interfaces.py`  the seams: Allocator, Cache, Executor, Clock, Load
 3. `engine/scheduler.py`   which tokens are computed next (no phases: computed catches up with known)
+   `engine/static.py`      the other way to batch: as a whole, the traditional one
 4. `engine/engine.py`      Engine and `serve`, the loop around it
 5. `contiguous/slots.py`, `paged/blocks.py`   the two memory policies, host bookkeeping only;
                                               `paged/prefix.py`: what sequences share
 6. `contiguous/cache.py`, `paged/cache.py`    where a token's row lies in the arena both share
-7. `engine/model.py`, `engine/runner.py`      transformers' own model over our attention, on a device
+7. `engine/model.py`, `engine/runner.py`      transformers' own model over our attention, on a device; its tokens are
+                           chosen in `engine/sampling.py`
 8. `workloads/`            what is asked, and when
 9. `metrics/`              what was observed (records), kept (store) and concluded (summary, stats)
 10. `cli/stack.py`         the one place that puts the parts together; `cli/sweep.py` the main job

@@ -1,6 +1,7 @@
 """How long one request took, by each of the definitions. All times in seconds.
 
-Only a finished request has latencies. A failed, rejected or unfinished one has none (not 0): it is counted instead.
+Only a finished request has latencies. A failed, rejected, aborted or unfinished one has none (not 0): it is counted
+instead.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 FINISHED = "finished"
 FAILED = "failed"
 REJECTED = "rejected"
+ABORTED = "aborted"
 UNFINISHED = "unfinished"
 
 
@@ -18,10 +19,10 @@ UNFINISHED = "unfinished"
 class RequestRecord:
     """One request from the moment the load wanted it sent to its last token.
 
-    `status` is one of the four words above. `reason` says how it ended: `length` or `stop` where it finished, a
-    sentence where it did not. Times that never happened are None. `token_s` has one entry for each output token.
-    `cached_tokens` of the input were found in memory at its first admission; what it finds again after a preemption
-    counts for nothing.
+    `status` is one of the five words above. `reason` says how it ended: `length` or `stop` where it finished, a
+    sentence where it did not; it has no latency then, but its tokens count. Times that never happened are None.
+    `token_s` has one entry for each output token. `cached_tokens` of the input were found in memory at its first
+    admission; what it finds again after a preemption counts for nothing.
     """
 
     request: int

@@ -7,6 +7,8 @@
 
 A file or a cell's folder appears whole or not at all: it is written beside its place under a hidden name, flushed to
 disk and renamed. Readers pass over hidden names, which only a killed writer leaves; the next writer removes them.
+`cells.csv` is a copy of what the cells hold: a kill may leave it one cell behind, and whoever opens the run next to
+write or to report brings it up to date.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ import json
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import KvbenchError
+from kvbench.metrics.files import LOCK, flush_folder, lock_holder, make_folder, take_lock, write_file, writing
 from kvbench.metrics.parquet import read_rows, write_run
 from kvbench.metrics.records import Hold, RequestRecord, Run, StepRecord
 
@@ -39,27 +43,51 @@ LEADING_COLUMNS = (
 )
 """How `cells.csv` begins; the metrics follow in the order in which the rows bring them."""
 
+_OF_A_KILLED_START = {LOCK, ".run.json"}
 _RUN_NUMBERS = tuple(field.name for field in fields(Run) if not field.type.startswith("list"))
 
 
 class RunFolder:
-    """One run on disk, made by `create` or `open`. `manifest` is the content of `run.json`. It may have many readers
-    and one writer."""
+    """One run on disk. `manifest` is the content of `run.json`.
+
+    `open` gives a reader, of which there may be many; `create` and `resume` give the one writer. It keeps others out
+    until `close`, its end or its process's.
+    """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
         self.manifest = manifest
+        self._unlock: weakref.finalize[[int], RunFolder] | None = None
+        self._rows: dict[str, dict[str, Any]] = {}  # the writer's copy of all rows
 
     @classmethod
     def create(cls, path: str | Path, manifest: dict[str, Any]) -> RunFolder:
         """A new run at `path`. KvbenchError where something is there already or it cannot be written."""
         folder = cls(Path(path), {"schema_version": SCHEMA_VERSION, **manifest})
         text = _to_json(folder.manifest)
-        with _writing(folder.path):
-            if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
-                raise KvbenchError(f"{path} exists and is not an empty folder; choose another --output")
-            (folder.path / "cells").mkdir(parents=True)
-            _write_file(folder.path / "run.json", text)
+        with writing(folder.path):
+            refuse_used(folder.path)
+            make_folder(folder.path)
+            with folder._locked():
+                refuse_used(folder.path)  # once more: nobody else can begin now
+                write_file(folder.path / "run.json", text)
+                make_folder(folder.path / "cells")
+        return folder
+
+    @classmethod
+    def resume(cls, path: str | Path) -> RunFolder:
+        """The run at `path`, to be written on: what a killed writer left half done is gone, the rest stands.
+
+        KvbenchError as from `open`, and where another process is writing.
+        """
+        folder = cls.open(path)
+        with writing(folder.path), folder._locked():
+            folder.manifest = cls.open(path).manifest  # the last writer may have added to it before it let go
+            make_folder(folder.path / "cells")
+            for leftover in (folder.path / "cells").glob(".*"):
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+            folder.catch_up()
         return folder
 
     @classmethod
@@ -80,41 +108,77 @@ class RunFolder:
             )
         return cls(path, manifest)
 
+    def close(self) -> None:
+        """Let others write; this folder can only be read from now on."""
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+
     def update_manifest(self, **facts: Any) -> None:
         """Add facts that are known only later, such as the end or an interruption."""
+        assert self._unlock is not None, "opened to be read"
         self.manifest.update(facts)
-        with _writing(self.path):
-            _write_file(self.path / "run.json", _to_json(self.manifest))
+        with writing(self.path):
+            write_file(self.path / "run.json", _to_json(self.manifest))
 
     def write_cell(self, cell_id: str, row: Mapping[str, object], run: Run | None = None) -> None:
         """Store a cell, once: its `row` and, where it ran, its records; then bring `cells.csv` up to date.
 
         The run's own numbers (`pool_tokens`, `end_s`, ...) join the row.
         """
+        assert self._unlock is not None, "opened to be read"
         target = self._cell(cell_id)
         assert not target.exists(), f"cell {cell_id} is stored already"
         assert row.get("cell", cell_id) == cell_id, f"a row of {row['cell']} for cell {cell_id}"
         numbers = {} if run is None else {name: getattr(run, name) for name in _RUN_NUMBERS}
         text = _to_json({"cell": cell_id, **row, **numbers})
-        with _writing(target):
-            self._sweep()
+        with writing(target):
             aside = target.with_name(f".{cell_id}")
-            aside.mkdir(parents=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()
             try:
                 if run is not None:
                     write_run(aside, run)
-                _write_file(aside / "result.json", text)
+                write_file(aside / "result.json", text)
                 aside.rename(target)
             except BaseException:
-                shutil.rmtree(aside)
+                shutil.rmtree(aside, ignore_errors=True)
                 raise
-            _flush_folder(target.parent)
-            _write_file(self.path / "cells.csv", _to_csv(self.rows()))
+            self._rows[cell_id] = json.loads(text)
+            flush_folder(target.parent)
+            self._write_table()
+
+    def catch_up(self) -> None:
+        """Bring `cells.csv` up to date with the cells, which a kill or Ctrl-C between the two leaves behind. Where
+        another process is writing it is left to that one."""
+        with writing(self.path):
+            passing = take_lock(self.path) if self._unlock is None else None
+            if self._unlock is None and passing is None:
+                return
+            try:
+                self._rows = self._read_rows()
+                self._write_table()
+            finally:
+                if passing is not None:
+                    os.close(passing)
+
+    def _write_table(self) -> None:
+        """`cells.csv` from the writer's rows, unless it says the same already."""
+        table, text = self.path / "cells.csv", _to_csv([self._rows[name] for name in sorted(self._rows, key=_natural)])
+        if self._rows and not (table.is_file() and table.read_bytes() == text.encode()):
+            write_file(table, text)
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of all cells as they were written, in the natural order of their ids."""
-        cells = (entry for entry in (self.path / "cells").glob("[!.]*") if entry.is_dir())
-        return [_read_json(cell / "result.json") for cell in sorted(cells, key=lambda cell: _natural(cell.name))]
+        return list(self._read_rows().values())
+
+    def _read_rows(self) -> dict[str, dict[str, Any]]:
+        cells = self.path / "cells"
+        return {name: _read_json(cells / name / "result.json") for name in sorted(self.stored(), key=_natural)}
+
+    def stored(self) -> set[str]:
+        """The ids of all cells that have a row, whatever became of them."""
+        return {entry.name for entry in (self.path / "cells").glob("[!.]*") if entry.is_dir()}
 
     def cells(self) -> pd.DataFrame:
         """The rows as a table with the columns of `cells.csv`."""
@@ -144,44 +208,55 @@ class RunFolder:
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}", cell_id), f"{cell_id!r} cannot be a folder's name"
         return self.path / "cells" / cell_id
 
-    def _sweep(self) -> None:
-        for leftover in (self.path / "cells").glob(".*"):
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Become the writer, unless something goes wrong at once. KvbenchError where there is one already."""
+        handle = take_lock(self.path)
+        if handle is None:
+            raise KvbenchError(
+                f"{lock_holder(self.path)} is writing {self.path}; wait for its end or choose another --output"
+            )
+        self._unlock = weakref.finalize(self, os.close, handle)
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
-def latest(runs_dir: str | Path) -> Path:
-    """The folder of the run that was written to last. KvbenchError where there is none."""
+def is_unused(path: Path) -> bool:
+    """Whether a new run can begin here: nothing is there, or an empty folder. A start that was killed left nothing."""
+    return not path.exists() or (path.is_dir() and {entry.name for entry in path.iterdir()} <= _OF_A_KILLED_START)
+
+
+def refuse_used(path: Path) -> None:
+    """KvbenchError where a new run cannot begin because something is there."""
+    if not is_unused(path):
+        run = ": it holds a run, which --resume goes on with" if (path / "run.json").is_file() else ""
+        raise KvbenchError(f"{path} exists and is not an empty folder{run}; choose another --output")
+
+
+def latest(runs_dir: str | Path, *, unfinished: bool = False) -> Path:
+    """The folder of the run that was written to last, of those that lack cells where it must be `unfinished`.
+    KvbenchError where there is none."""
     manifests = list(Path(runs_dir).glob("*/run.json"))
+    manifests = [path for path in manifests if not unfinished or _lacks_cells(path.parent)]
     if not manifests:
-        raise KvbenchError(f"{runs_dir} holds no run; make one with `kvbench sweep` or name a run's folder")
+        what = (
+            "no unfinished run; name the one to resume with --output DIR"
+            if unfinished
+            else ("no run; make one with `kvbench sweep` or name a run's folder")
+        )
+        raise KvbenchError(f"{runs_dir} holds {what}")
     return max(manifests, key=lambda path: (path.stat().st_mtime_ns, path)).parent
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise KvbenchError(f"cannot write {path}: {error.strerror or error}; choose another --output") from error
-
-
-def _write_file(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    _flush_folder(path.parent)
-
-
-def _flush_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _lacks_cells(path: Path) -> bool:
+    """Whether the run has fewer cells than it planned; no where its run.json cannot be read."""
+    with suppress(KvbenchError):
+        folder = RunFolder.open(path)
+        return len(folder.stored()) < len(folder.manifest.get("cells") or [])
+    return False
 
 
 def _to_json(value: dict[str, Any]) -> str:

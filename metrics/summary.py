@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvbench.metrics.latency import latencies
 from kvbench.metrics.memory import memory_summary
-from kvbench.metrics.records import FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run
+from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run
 from kvbench.metrics.slo import ATTAINMENT_TARGET, DEFAULT_SLOS, Slo
 from kvbench.metrics.stats import percentile
 from kvbench.metrics.window import Window, total
@@ -116,9 +116,10 @@ def _objectives(requests: Sequence[RequestRecord], slos: Sequence[Slo], window: 
 
 
 def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict[str, Number]:
-    """What happened how often; submitted = finished + failed + rejected + unfinished."""
+    """What happened how often; submitted = finished + failed + rejected + aborted + unfinished."""
     by_status = Counter(request.status for request in requests)
-    ends = {f"requests_{status}": by_status[status] for status in (FINISHED, FAILED, REJECTED, UNFINISHED)}
+    statuses = (FINISHED, FAILED, REJECTED, ABORTED, UNFINISHED)
+    ends = {f"requests_{status}": by_status[status] for status in statuses}
     assert sum(ends.values()) == len(requests), f"a request has an unknown status: {dict(by_status)}"
     tokens_in, tokens_out = _tokens(run, window)
     steps = [step for step in run.steps if step.end_s in window]

@@ -1,7 +1,8 @@
 """Two variants held against each other, load by load, and the load that shows best what tells them apart.
 
 Everything speaks of the middle context of the grid. The reference is the paged backend where it took part. The one
-metric that is judged is output tokens/s, paired by seed.
+metric that is judged is output tokens/s, paired by seed. All comparisons of a run hold together at `LEVEL`: a grid of
+many loads and policies does not prove something by having many chances (Bonferroni).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kvbench.reports.words import ratio_decimals, times
 
 PRIMARY = "output_tokens_per_s"
 REFERENCE = "paged"
+LEVEL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,20 @@ def focus(results: Results) -> Load | None:
     return loads[-1] if loads else None
 
 
+def comparisons(results: Results) -> int:
+    """How many ratios the run is judged by: every other variant against the reference at every load both ran at."""
+    able = able_variants(results)
+    rounds = [len(results.shared_loads([reference(able), other])) for other in able if other != reference(able)]
+    return max(1, sum(rounds))
+
+
 def contests(results: Results, variant: Variant, other: Variant) -> list[Contest]:
     """Both variants at every load at which a pair of repeats can be compared."""
     found = []
+    level = 1 - (1 - LEVEL) / comparisons(results)
     for load in results.shared_loads([variant, other]):
         pair = results.at(other, load, results.middle), results.at(variant, load, results.middle)
-        contest = _contest(load, variant, other, compare(*pair, PRIMARY))
+        contest = _contest(load, variant, other, compare(*pair, PRIMARY, level=level))
         if contest:
             found.append(contest)
     return found

@@ -10,7 +10,7 @@ from typing import Any
 from kvbench.metrics.stats import P99_SAMPLES
 from kvbench.metrics.store import RunFolder
 from kvbench.reports.groups import OK, Context, Results, Row
-from kvbench.reports.words import DASH, binary_size, count, listing, plain
+from kvbench.reports.words import DASH, binary_size, count, listing, number, plain, times
 
 STATUS_WORDS = {
     "oom": "out of memory",
@@ -20,6 +20,11 @@ STATUS_WORDS = {
 }
 
 GOOD, WARNING = "ok", "warn"
+
+RATE_SLACK = 0.05
+"""An open loop is overloaded where it answers this share less than was drawn; its last answers always come late."""
+BUSY = 1.5
+"""Repeats of one point that differ by this factor are not the work of their seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +106,18 @@ def provenance(folder: RunFolder, results: Results) -> list[str]:
             for key, words in (("model_load_s", "model loaded in"), ("cold_first_token_s", "first cold token after"))
             if isinstance(timings.get(key), int | float)
         ),
-        f"made {str(manifest['created'])[:16].replace('T', ' ')} UTC" if manifest.get("created") else "",
+        _made(manifest),
     ]
     return [text for text in said if text]
+
+
+def _made(manifest: Row) -> str:
+    """`made 2026-11-29 20:10 UTC`, with the number of sessions where it was taken up again."""
+    if not manifest.get("created"):
+        return ""
+    sessions = len(manifest.get("sessions") or [])
+    again = f", in {sessions} sessions" if sessions > 1 else ""
+    return f"made {str(manifest['created'])[:16].replace('T', ' ')} UTC{again}"
 
 
 def price(manifest: Row) -> str:
@@ -148,16 +162,19 @@ def unfinished(results: Results, manifest: Row) -> str:
 
 
 def checks(folder: RunFolder, results: Results) -> list[Check]:
-    """Failed cells, answered requests, samples behind the p99, repeats and window."""
+    """Missing cells, a forced resumption, failed cells, answered requests, samples behind the p99, repeats, window."""
     found = []
     if late := unfinished(results, folder.manifest):
         found.append(Check(WARNING, late.rstrip(".")))
+    if forced := folder.manifest.get("forced"):
+        found.append(Check(WARNING, f"resumed by --force although {listing([str(item) for item in forced])}"))
     if results.failed:
         found.append(Check(WARNING, cells_failed(results.rows)))
     elif results.rows:
         found.append(Check(GOOD, f"{count(len(results.rows), 'cell')} measured, none failed"))
     if results.ok:
-        found += [_requests(results), *_tail(results), _repeats(results), *_windows(results)]
+        found += [_requests(results), *_rates(results), *_tail(results), *_objectives(folder.manifest, results)]
+        found += [_repeats(results), *_spread(results), *_windows(results)]
     return found
 
 
@@ -168,7 +185,7 @@ def _requests(results: Results) -> Check:
         return sum(int(row.get(column) or 0) for row in results.ok)
 
     asked = total("requests_submitted")
-    bad = [(total(f"requests_{kind}"), kind) for kind in ("rejected", "failed", "unfinished", "truncated")]
+    bad = [(total(f"requests_{kind}"), kind) for kind in ("rejected", "failed", "aborted", "unfinished", "truncated")]
     if any(n for n, _ in bad):
         return Check(WARNING, f"of {count(asked, 'request')} {listing([f'{n:,} {kind}' for n, kind in bad if n])}")
     return Check(
@@ -184,6 +201,41 @@ def _tail(results: Results) -> list[Check]:
         return [Check(GOOD, f"every p99 from at least {count(min(samples), 'request')}")]
     few = f"p99 from as few as {count(min(samples), 'request')}"
     return [Check(WARNING, f"{few}: below {P99_SAMPLES} the slowest alone decide it")]
+
+
+def _rates(results: Results) -> list[Check]:
+    """Of an open loop: what was asked, drawn and answered, where a variant fell behind its schedule."""
+    behind = []
+    for group in results.groups:
+        drawn, answered = group.mean("achieved_rate_per_s").value, group.mean("requests_per_s").value
+        if group.load.rate_per_s is None or drawn is None or answered is None:
+            continue
+        if answered < (1 - RATE_SLACK) * drawn:
+            asked = f"asked {plain(group.load.rate_per_s)} requests/s, drawn {number(drawn, 1)}"
+            behind.append(f"{results.name(group.variant)} answered {number(answered, 1)} ({asked})")
+    return [Check(WARNING, f"overloaded, so waiting grows with the run: {listing(behind)}")] if behind else []
+
+
+def _objectives(manifest: Row, results: Results) -> list[Check]:
+    """In how many cells the service level objectives held."""
+    judged = [row for row in results.ok if row.get("slo_met") is not None]
+    if not judged:
+        return []
+    met = sum(bool(row["slo_met"]) for row in judged)
+    wanted = listing([str(slo) for slo in manifest.get("slos") or []])
+    text = f"in time ({wanted}) for 99 % of requests in {met} of {count(len(judged), 'cell')}"
+    return [Check(GOOD if met == len(judged) else WARNING, text)]
+
+
+def _spread(results: Results) -> list[Check]:
+    """Repeats of one point that differ so much that something else used the machine."""
+    worst = 1.0
+    for group in results.groups:
+        speeds = [speed for speed in group.values("output_tokens_per_s") if speed > 0]
+        worst = max(worst, max(speeds, default=1.0) / min(speeds, default=1.0))
+    if worst < BUSY:
+        return []
+    return [Check(WARNING, f"repeats of one point differ up to {times(worst, 1)}: was the machine busy with more?")]
 
 
 def _repeats(results: Results) -> Check:

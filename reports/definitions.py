@@ -22,6 +22,10 @@ DEFINITIONS = (
         "requests of a cell, by linear interpolation.",
     ),
     ("TPOT, time per output token", "(last token − first token) ÷ (n − 1), for answers of n ≥ 2 tokens."),
+    (
+        "in time",
+        "Share of the requests asked that finished and met every SLO that speaks of each request; errors are bad.",
+    ),
     ("KV used", "Rows of the KV memory that hold tokens ÷ rows of the pool: time-weighted mean while steps run."),
     (
         "KV wasted",
@@ -44,8 +48,8 @@ DEFINITIONS = (
     ("repeat", "An independent run with its own seed; every variant gets the same requests under the same seed."),
     (
         "95 % interval",
-        "Between repeats, mean ± t(n − 1) · s ÷ √n. Of a ratio: the same on its logarithm, paired by seed. One repeat "
-        "has none.",
+        "Between repeats, mean ± t(n − 1) · s ÷ √n. Of a ratio: the same on its logarithm, paired by seed, and wider "
+        "the more ratios a run compares, so that all of them hold together (Bonferroni). One repeat has none.",
     ),
     ("proven", "The interval of the ratio leaves out 1. Otherwise there is no proven difference."),
     ("failed", "Failed cells and requests carry no number. They are counted, never averaged as 0."),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.metrics.stats import Comparison, Interval, mean_interval, paired_ratio
@@ -22,11 +22,13 @@ OK = "ok"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A backend under a reservation policy; `copy` 2 is the same asked for once more in one sweep."""
+    """A backend under a reservation policy, in static batches or not; `copy` 2 is the same asked for once more in one
+    sweep."""
 
     backend: str
     reserve: str | None = None
     copy: int = 1
+    static: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +142,10 @@ class Results:
         return self.contexts[(len(self.contexts) - 1) // 2]
 
     def name(self, variant: Variant) -> str:
-        """The backend's, with the policy where the run has several of them."""
+        """The backend's, with the policy where the run has several of them; `contiguous, static`."""
         policies = {other.reserve for other in self.variants if other.backend == variant.backend}
         name = f"{variant.backend} {variant.reserve or ''}".strip() if len(policies) > 1 else variant.backend
+        name += ", static" * variant.static
         return name if variant.copy == 1 else f"{name} ({variant.copy})"
 
     def of_variant(self, variant: Variant, context: Context | None = None) -> list[Group]:
@@ -161,12 +164,12 @@ class Results:
         return [load for load in self.loads if all(self.at(variant, load, self.middle).ok for variant in variants)]
 
 
-def compare(a: Group, b: Group, column: str, *, higher_is_better: bool = True) -> Comparison:
+def compare(a: Group, b: Group, column: str, *, level: float, higher_is_better: bool = True) -> Comparison:
     """How many times `a` is `b`, paired by seed: a repeat that only one of them has is no pair."""
     by_seed = [{row.get("seed"): row.get(column) for row in group.ok} for group in (a, b)]
     seeds = [seed for seed in by_seed[0] if seed in by_seed[1]]
     pairs = [[values[seed] for seed in seeds] for values in by_seed]
-    return paired_ratio(*pairs, higher_is_better=higher_is_better)
+    return paired_ratio(*pairs, higher_is_better=higher_is_better, level=level)
 
 
 def _variants(rows: Sequence[Row]) -> list[Variant]:
@@ -174,9 +177,10 @@ def _variants(rows: Sequence[Row]) -> list[Variant]:
     seen: Counter[object] = Counter()
     variants = []
     for row in rows:
-        key = (row.get("backend"), row.get("reserve"), _load(row), _context(row), row.get("repeat"), row.get("seed"))
+        one = Variant(str(row.get("backend")), row.get("reserve"), static=row.get("batching") == "static")
+        key = (one, _load(row), _context(row), row.get("repeat"), row.get("seed"))
         seen[key] += 1
-        variants.append(Variant(str(row.get("backend")), row.get("reserve"), seen[key]))
+        variants.append(replace(one, copy=seen[key]))
     return variants
 
 

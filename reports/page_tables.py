@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.reports.contests import Contest, contests, focus, reference
+from kvbench.reports.contests import LEVEL, Contest, contests, focus, reference
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import OK, Group, Results, Row
 from kvbench.reports.tables import Table, columns_of, summary
@@ -115,7 +115,7 @@ def duel_table(results: Results) -> Grid | None:
         return None
     main = reference(results.variants)
     found = [duel for other in results.variants if other != main for duel in contests(results, main, other)]
-    heads = ("out tok/s of", "÷ that of", "load", "ratio", f"{percent(0.95)} interval", "paired repeats", "verdict")
+    heads = ("out tok/s of", "÷ that of", "load", "ratio", f"{percent(LEVEL)} interval", "paired repeats", "verdict")
     rows = tuple(_duel(results, duel) for duel in found)
     return Grid("", tuple(Head(head, head in (*heads[:3], "verdict")) for head in heads), rows) if rows else None
 

@@ -1,7 +1,8 @@
 """What a run found, in words: a headline, then what its seeds fix, then what its repeats prove.
 
-Seeds fix how many requests ran at once and what the memory was used for; only repeats can prove a speed. Every variant
-is held against the reference (see contests); the headline speaks of the first of them.
+Under a closed loop a seed fixes how many requests run at once; what the memory was used for is a mean over time and
+repeats; only repeats can prove a speed. Every variant is held against the reference (see contests); the headline speaks
+of the first of them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbench.metrics.stats import Interval
-from kvbench.reports.contests import PRIMARY, Contest, able_variants, contests, focus, reference
+from kvbench.reports.contests import LEVEL, PRIMARY, Contest, able_variants, contests, focus, reference
 from kvbench.reports.context import cells_failed, unfinished
 from kvbench.reports.groups import Group, Load, Results, Row, Variant
 from kvbench.reports.words import count, listing, number, percent, ratio_decimals, sentence_case, times
+
+_COUNTS = ("requests_submitted", "requests_finished")
+_TELLING = 3.0
+"""A bound beyond this ratio says nothing about the backends, only that the repeats differ."""
 
 _WHY = {"oom": "ran out of memory", "rejected": "rejected every request", "timeout": "ran out of time"}
 
@@ -47,7 +52,21 @@ def find(results: Results, manifest: Row) -> Finding:
     predicted = all(row.get("evidence") == "simulated" for row in results.ok)
     headline = f"Predicted: {found.headline}" if predicted else found.headline
     failed = f"{sentence_case(cells_failed(results.rows))}." if results.failed else ""
-    return Finding(headline, found.fixed, found.proven, f"{failed} {late}".strip())
+    caveat = " ".join(part for part in (_unanswered(results), failed, late) if part)
+    return Finding(headline, found.fixed, found.proven, caveat)
+
+
+def _unanswered(results: Results) -> str:
+    """`With paged, 6 of 8 requests got no answer.`: what a cell that is ok may hide."""
+    said = []
+    for variant in results.variants:
+        rows = [row for group in results.of_variant(variant) for row in group.ok]
+        asked, done = (sum(int(row.get(name) or 0) for row in rows) for name in _COUNTS)
+        if done < asked:
+            said.append(
+                f"With {results.name(variant)}, {asked - done:,} of {count(asked, 'request')} got no whole answer."
+            )
+    return " ".join(said)
 
 
 def _alone(results: Results, able: Sequence[Variant]) -> Finding:
@@ -87,7 +106,7 @@ def _absent(results: Results, variant: Variant) -> str:
 def _range(speed: Interval) -> str:
     if speed.low is None:
         return "one repeat: how far it would vary is not known"
-    return f"{percent(0.95)} interval {number(speed.low, 1)} to {number(speed.high, 1)}, {count(speed.n, 'repeat')}"
+    return f"{percent(LEVEL)} interval {number(speed.low, 1)} to {number(speed.high, 1)}, {count(speed.n, 'repeat')}"
 
 
 def _compared(results: Results, able: Sequence[Variant]) -> Finding:
@@ -210,18 +229,22 @@ def _proof(results: Results, main: Variant, other: Variant) -> str:
         return f"{start}, but one repeat cannot prove it."
     pairs = count(min(contest.effect.n for contest in judged), "paired repeat")
     if not proven:
-        bounds = _bounds(judged)
         pair = f"{results.name(main)} and {results.name(other)}"
         unproven = f"Between {pair} no difference in output tokens/s is proven"
-        return f"{unproven}; if there is one, it is smaller than {bounds} ({pairs})."
+        if max(_room(contest.effect) for contest in judged) > _TELLING:
+            return f"{unproven}: the repeats differ too much ({pairs})."
+        return f"{unproven}; if there is one, it is smaller than {_bounds(judged)} ({percent(LEVEL)} sure, {pairs})."
     decimals = ratio_decimals(contest.effect.low, contest.effect.high)
     low, high = number(contest.effect.low, decimals), number(contest.effect.high, decimals)
     pairs = count(contest.effect.n, "paired repeat")
-    said = f"{start} ({percent(0.95)} interval {low} to {high}, {pairs})."
+    said = f"{start} ({percent(LEVEL)} interval {low} to {high}, {pairs})."
     last = judged[-1]
     if not last.proven:
-        bound = _bound(_room(last.effect))
-        said += f" At {last.load} no difference is proven; if there is one, it is smaller than {bound}."
+        room = _room(last.effect)
+        bound = (
+            f"if there is one, it is smaller than {_bound(room)}" if room <= _TELLING else "the repeats differ too much"
+        )
+        said += f" At {last.load} no difference is proven; {bound}."
     return said
 
 

@@ -90,16 +90,17 @@ COLUMNS = (
     Column("ttft_p99_s", "TTFT p99 ms", _mean("ttft_p99_s"), 0, 1e3),
     Column("tpot_p50_s", "TPOT p50 ms", _mean("tpot_p50_s"), 1, 1e3, drop=3),
     Column("tpot_p99_s", "TPOT p99 ms", _mean("tpot_p99_s"), 1, 1e3),
+    Column("attainment", "in time %", _mean("attainment"), 1, 100),
     Column("kv_utilisation_mean", "KV used %", _mean("kv_utilisation_mean"), 1, 100),
     Column("kv_fragmentation_mean", "KV wasted %", _mean("kv_fragmentation_mean"), 1, 100),
-    Column("preemptions", "pre- empted", _mean("preemptions"), 1),
+    Column("preemptions", "pre- empted", _mean("preemptions"), 1, drop=5),
     Column("peak_running", "peak running", _peak("peak_running"), counted=True),
-    Column("usd_per_million_output_tokens", "$/1M out", _mean("usd_per_million_output_tokens"), 3),
-    Column("failed_cells", "failed cells", lambda group: _known(len(group.failed)), counted=True, drop=2),
+    Column("usd_per_million_output_tokens", "$/1M out", _mean("usd_per_million_output_tokens"), 3, drop=2),
+    Column("failed_cells", "failed cells", lambda group: _known(len(group.failed)), counted=True),
 )
 SHARING = (
     Column("prefix_hit_rate", "prefix hits %", _mean("prefix_hit_rate"), 1, 100),
-    Column("kv_sharing_mean", "KV shared %", _mean("kv_sharing_mean"), 1, 100),
+    Column("kv_sharing_mean", "KV shared %", _mean("kv_sharing_mean"), 1, 100, drop=6),
 )
 
 
@@ -139,6 +140,7 @@ def _record(group: Group, columns: Sequence[Column]) -> dict[str, Value]:
     row: dict[str, Value] = {
         "backend": group.variant.backend,
         "reserve": group.variant.reserve,
+        "batching": "static" if group.variant.static else "continuous",
         "copy": group.variant.copy,
         "concurrency": group.load.users,
         "request_rate": group.load.rate_per_s,

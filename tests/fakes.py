@@ -18,6 +18,7 @@ from kvbench.engine.clock import VirtualClock
 from kvbench.engine.engine import Engine, serve
 from kvbench.engine.interfaces import Allocator, Load
 from kvbench.engine.scheduler import Limits
+from kvbench.engine.static import StaticScheduler
 from kvbench.engine.types import Batch, Holding, Request, Sampled, Sequence, Ticket, Usage
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
@@ -149,6 +150,10 @@ class FaultyAllocator:
     def commit(self, sequence: Sequence) -> None:
         self.inner.commit(sequence)
 
+    def retire(self, sequence: Sequence) -> None:
+        assert isinstance(self.inner, Slots)
+        self.inner.retire(sequence)
+
     def free(self, sequence: Sequence) -> None:
         self.inner.free(sequence)
 
@@ -179,9 +184,16 @@ class Served(NamedTuple):
 
 
 def serve_on(
-    pool: Pool, load: Load, limits: Limits, *, fails: Collection[int] = (), token: Token = next_token
+    pool: Pool,
+    load: Load,
+    limits: Limits,
+    *,
+    fails: Collection[int] = (),
+    token: Token = next_token,
+    static: bool = False,
 ) -> Served:
     """A run on virtual time, its tokens kept; `fails` as in `FaultyAllocator`."""
     allocator, executor = FaultyAllocator(pool, fails), FakeExecutor(pool, token=token)
-    run = serve(load, Engine(allocator, executor, limits, save_tokens=True), VirtualClock())
+    scheduler = StaticScheduler(allocator, limits) if static else None
+    run = serve(load, Engine(allocator, executor, limits, save_tokens=True, scheduler=scheduler), VirtualClock())
     return Served(run, executor.batches, allocator.calls)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from kvbench.engine.interfaces import Cache
 from kvbench.engine.model import BoundModel
 from kvbench.engine.runner import ModelRunner
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import Batch, Request, Sequence
+from kvbench.engine.types import GREEDY, Batch, Request, Sampling, Sequence
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
 from kvbench.paged.cache import BlockCache
@@ -115,7 +116,10 @@ def arena_for(
 
 def cache_for(allocator: Slots | BlockPool, arena: Arena) -> SlotCache | BlockCache:
     """The device half that belongs to the allocator."""
-    return BlockCache(arena, allocator) if isinstance(allocator, BlockPool) else SlotCache(arena, allocator)
+    longest = allocator.pool_tokens
+    if isinstance(allocator, BlockPool):
+        return BlockCache(arena, allocator, longest)
+    return SlotCache(arena, allocator, longest)
 
 
 def answer(
@@ -126,10 +130,19 @@ def answer(
     new_tokens: int,
     limits: Limits,
     cache: Cache | None = None,
+    sampling: Sampling = GREEDY,
 ) -> Run:
-    """Serve all prompts at once, each for exactly `new_tokens` tokens, which the records keep."""
+    """Serve all prompts at once, each for exactly `new_tokens` tokens, which the records keep. All are sampled as
+    `sampling` says, each with its own seed."""
     requests = [
-        Request(number, tuple(prompt), new_tokens, output_tokens=new_tokens) for number, prompt in enumerate(prompts)
+        Request(
+            number,
+            tuple(prompt),
+            new_tokens,
+            output_tokens=new_tokens,
+            sampling=replace(sampling, seed=sampling.seed + number),
+        )
+        for number, prompt in enumerate(prompts)
     ]
     if cache is None:
         cache = cache_for(allocator, arena_for(allocator, model.kv, model.dtype))

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from kvbench.contiguous.buddy import BuddyChunks
 from kvbench.contiguous.slots import Slots
-from kvbench.engine.types import Sequence, Usage
+from kvbench.engine.types import Holding, Sequence, Usage
 from kvbench.errors import KvbenchError
 from kvbench.paged.blocks import BlockPool
 
@@ -104,6 +104,18 @@ class Books(RuleBasedStateMachine):
         sequence = self.pick(data)
         sequence.computed = data.draw(st.integers(sequence.computed, self.held[sequence.id]))
         self.pool.commit(sequence)
+
+    @precondition(lambda self: self.holders and isinstance(self.pool, Slots))
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        """It ends and keeps its rows, in a stay of its own in which nothing is filled."""
+        sequence = self.pick(data)
+        assert isinstance(self.pool, Slots)
+        held = self.held[sequence.id]
+        self.pool.retire(sequence)
+        changes = self.pool.take_holdings()
+        assert changes == [Holding(sequence.id, 0, 0, sequence.computed), Holding(sequence.id, held, held, 0)]
+        sequence.computed = 0
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import kvbench
 from kvbench.engine.environment import _container_bytes, available_bytes, find_device, versions
 from kvbench.errors import KvbenchError
 
@@ -44,3 +47,27 @@ def test_versions_name_what_decides_a_measurement() -> None:
     found = versions()
     assert found["torch"] == torch.__version__.split("+")[0] or found["torch"] == torch.__version__
     assert found["python"] and found["kvbench"]
+
+
+def test_uncommitted_changes_have_a_commit_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a run is not resumed with other code than it was begun with."""
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    source = tmp_path / "kvbench" / "__init__.py"
+    source.parent.mkdir()
+    source.write_text("one")
+    monkeypatch.setattr(kvbench, "__file__", str(source))
+    assert versions()["commit"] is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    clean = versions()["commit"]
+    assert clean is not None and "+" not in clean
+    changed = []
+    for text in ("two", "three"):
+        source.write_text(text)
+        changed.append(versions()["commit"])
+    assert all(commit is not None and commit.startswith(f"{clean}+") for commit in changed)
+    assert changed[0] != changed[1]
+    (tmp_path / "notes").write_text("belongs to nobody")
+    assert versions()["commit"] == changed[1]

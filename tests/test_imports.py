@@ -33,6 +33,7 @@ HEAVY_FILES = {
     "engine/attention/torch_path.py",
     "engine/model.py",
     "engine/runner.py",
+    "engine/sampling.py",
     "engine/weights.py",
     "paged/cache.py",
 }

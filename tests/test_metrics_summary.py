@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvbench.metrics.latency import gaps_s, latencies, tpot_s
-from kvbench.metrics.records import FAILED, REJECTED, UNFINISHED, RequestRecord, Run, StepRecord
+from kvbench.metrics.records import ABORTED, FAILED, REJECTED, UNFINISHED, RequestRecord, Run, StepRecord
 from kvbench.metrics.slo import Slo
 from kvbench.metrics.summary import summarise, usd_per_million_output_tokens
 
@@ -59,6 +59,7 @@ def test_every_column_of_a_small_run_by_hand() -> None:
         answered([3.0, 5.0], scheduled_s=1.0, input_tokens=20),
         refused(UNFINISHED, scheduled_s=2.0, token_s=(7.0, 8.0)),
         refused(REJECTED, scheduled_s=3.0),
+        refused(ABORTED, scheduled_s=4.0, token_s=(9.0,)),
     )
     requests[0].cached_tokens, requests[1].cached_tokens = 4, 8
     requests[0].preemptions, requests[2].preemptions, requests[1].truncated_tokens = 2, 1, 5
@@ -84,31 +85,32 @@ def test_every_column_of_a_small_run_by_hand() -> None:
         "e2e_mean_s": 3.0,  # 2 and 4
         "e2e_p90_s": 3.8,
         "queue_mean_s": 0.25,
-        "output_tokens_per_s": 0.7,  # those of the unfinished request too
-        "output_tokens_per_s_per_card": 0.35,
-        "input_tokens_per_s": 4.0,  # 10 + 20 + 10: the rejected one never had a first token
-        "total_tokens_per_s": 4.7,
+        "output_tokens_per_s": 0.8,  # those of the unfinished and the aborted request too
+        "output_tokens_per_s_per_card": 0.4,
+        "input_tokens_per_s": 5.0,  # 10 + 20 + 10 + 10: the rejected one never had a first token
+        "total_tokens_per_s": 5.8,
         "requests_per_s": 0.2,
         "achieved_rate_per_s": 1.0,
         "goodput_per_s": 0.1,
-        "attainment": 0.25,
+        "attainment": 0.2,
         "slo_met": False,
         "preemptions": 3,
         "peak_running": 3,
-        "requests_submitted": 4,
+        "requests_submitted": 5,
         "requests_finished": 2,
         "requests_failed": 0,
         "requests_rejected": 1,
+        "requests_aborted": 1,
         "requests_unfinished": 1,
         "requests_truncated": 1,
         "requests_one_token": 0,
         "cached_tokens_total": 12,
         "prefix_hit_rate": 0.4,  # 12 of 10 + 20: the others were never admitted
-        "input_tokens_total": 40,
-        "output_tokens_total": 7,
+        "input_tokens_total": 50,
+        "output_tokens_total": 8,
         "external_fragmentation_events": 4,
         "steps": 3,
-        "usd_per_million_output_tokens": 3.6 * 2 / (0.7 * 3600) * 1e6,
+        "usd_per_million_output_tokens": 3.6 * 2 / (0.8 * 3600) * 1e6,
         "kv_utilisation_mean": 0.0,
         "kv_fragmentation_mean": None,
     }
@@ -128,7 +130,7 @@ def test_tokens_of_one_step_share_its_time() -> None:
     assert gaps_s(request) == pytest.approx([0.04, 0, 0, 0.04])
 
 
-@pytest.mark.parametrize("status", [FAILED, REJECTED, UNFINISHED])
+@pytest.mark.parametrize("status", [FAILED, REJECTED, ABORTED, UNFINISHED])
 def test_what_did_not_finish_has_no_latency(status: str) -> None:
     assert not any(latencies([refused(status, token_s=(1.0, 2.0))]).values())
 

@@ -18,8 +18,10 @@ import pytest
 from kvbench.metrics.records import FINISHED, REJECTED, Hold, RequestRecord, Run, StepRecord
 from kvbench.metrics.store import RunFolder
 from kvbench.metrics.summary import summarise
+from kvbench.reports.context import WARNING, checks
 from kvbench.reports.groups import Context, Load, Results, Variant
 from kvbench.reports.tables import render
+from kvbench.reports.words import THIN
 
 POOL = 80
 INPUT, OUTPUT = 4, 4  # 7 rows filled at the end
@@ -191,13 +193,28 @@ def test_policies_are_named_where_there_are_several(tmp_path: Path) -> None:
 def test_the_terminals_table_by_hand(tmp_path: Path) -> None:
     """20 requests run in 4 waves of 5, each 4 steps of 0.1 s: 80 tokens in 1.6 s. 15 requests have their first token
     after a step, the second wave waits for the first: after 0.5 s. 5 x 5.5 of 80 rows are used on average, and all are
-    held, 5 x (16 - 7) of them for nothing. $3.6 an hour for 50 tokens/s."""
+    held, 5 x (16 - 7) of them for nothing. At 100 ms a token none is in time. $3.6 an hour for 50 tokens/s."""
     folder = make(tmp_path / "run")
     add(folder, "contiguous", 10, 0, serve("contiguous", 10, 20, 0.1), price=3.6)
     text = render(Results.of(folder), "table", 200)
     assert text.splitlines()[0] == "Contiguous, reserving max"
     cells = text.splitlines()[-1].split()
-    assert cells == ["10", "20", "50.0", "100", "500", "100.0", "100.0", "34.4", "56.2", "0.0", "5", "20.000", "0"]
+    assert cells == [
+        "10",
+        "20",
+        "50.0",
+        "100",
+        "500",
+        "100.0",
+        "100.0",
+        "0.0",
+        "34.4",
+        "56.2",
+        "0.0",
+        "5",
+        "20.000",
+        "0",
+    ]
 
 
 def test_narrow_tables_say_what_they_leave_out(folder: RunFolder) -> None:
@@ -212,7 +229,37 @@ def test_a_missing_number_is_a_dash(tmp_path: Path) -> None:
     add(folder, "paged", 5, 0, status="oom", reason="no room")
     for fmt in ("table", "markdown"):
         row = render(Results.of(folder), fmt, 200).splitlines()[-1].replace("|", " ").split()
-        assert row == ["5", *["–"] * 11, "1"]
+        assert row == ["5", *["–"] * 12, "1"]
+
+
+def warned(folder: RunFolder) -> str:
+    return " | ".join(check.text for check in checks(folder, Results.of(folder)) if check.kind == WARNING)
+
+
+def test_an_overload_says_what_was_asked_drawn_and_answered(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    for backend, answered in (("contiguous", 7.0), ("paged", 9.9)):
+        run = serve(backend, 10, 20, 0.1)
+        more: dict[str, Any] = {"request_rate": 10.0, "achieved_rate_per_s": 10.2, "requests_per_s": answered}
+        add(folder, backend, None, 0, run, cell=backend, **more)
+    assert "contiguous answered 7.0 (asked 10 requests/s, drawn 10.2)" in warned(folder)
+    assert "paged answered" not in warned(folder)
+
+
+def test_repeats_that_differ_by_more_than_seeds_can_are_doubted(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    for repeat, step_s in enumerate((0.1, 0.14, 0.2)):
+        add(folder, "paged", 5, repeat, serve("paged", 5, 20, step_s))
+        if repeat < 2:
+            assert "differ up to" not in warned(folder)
+    assert "repeats of one point differ up to 2.0 ×: was the machine busy" in warned(folder).replace(THIN, " ")
+
+
+def test_objectives_that_fail_are_said(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", slos=["ttft:1.5s", "tpot:0.05s"])
+    add(folder, "paged", 5, 0, serve("paged", 5, 20, 0.1))
+    add(folder, "contiguous", 5, 0, serve("contiguous", 5, 20, 0.04))
+    assert "in time (ttft:1.5s and tpot:0.05s) for 99 % of requests in 1 of 2 cells" in warned(folder)
 
 
 def test_markdown_has_a_table_per_backend(folder: RunFolder) -> None:

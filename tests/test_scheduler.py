@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
@@ -254,9 +253,6 @@ def test_an_answer_ends_with_its_stop_token(kind: str) -> None:  # sglang#24254
         ({"max_tokens": -1}, "request 8 declares max_tokens -1"),
         ({"output_tokens": 0}, "request 8 answers 0 tokens but declares 4"),
         ({"output_tokens": 5}, "request 8 answers 5 tokens but declares 4"),
-        ({"temperature": math.nan}, "temperature must be a number of at least 0, not nan"),
-        ({"temperature": math.inf}, "temperature must be a number of at least 0, not inf"),
-        ({"temperature": -0.5}, "temperature must be a number of at least 0, not -0.5"),
     ],
 )
 def test_requests_that_cannot_be(change: dict[str, Any], message: str) -> None:

@@ -32,7 +32,8 @@ def a_run() -> Run:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir())
+    """All that lies in a folder, but for the file that a writer locks."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
@@ -120,13 +121,16 @@ def test_a_writer_killed_in_the_middle_leaves_no_cell(tmp_path: Path) -> None:
     killed = (
         "import os, sys; from pathlib import Path; from kvbench.metrics.store import RunFolder;"
         "Path.rename = lambda *_: os._exit(9);"
-        "RunFolder.open(sys.argv[1]).write_cell('b', {'status': 'ok'})"
+        "RunFolder.resume(sys.argv[1]).write_cell('b', {'status': 'ok'})"
     )
+    folder.close()
     assert subprocess.run([sys.executable, "-c", killed, str(folder.path)], cwd=ROOT, check=False).returncode == 9
     cells = folder.path / "cells"
     assert names(cells) == [".b", "a"]  # the leftover
     again = RunFolder.open(folder.path)
     assert [row["cell"] for row in again.rows()] == ["a"]
+    again = RunFolder.resume(folder.path)
+    assert names(cells) == ["a"]
     again.write_cell("b", {"status": "ok"})
     assert names(cells) == ["a", "b"]
 
@@ -229,3 +233,91 @@ def test_latest_is_the_one_written_last(tmp_path: Path) -> None:
         os.utime(folder.path / "run.json", (1000 - age, 1000 - age))
     (tmp_path / "runs" / "notes").mkdir()
     assert latest(tmp_path / "runs") == tmp_path / "runs" / "z"
+
+
+def test_latest_unfinished_lacks_cells_of_its_plan(tmp_path: Path) -> None:
+    for age, (name, cells) in enumerate((("done", ["a"]), ("old", ["a", "b"]), ("older", ["a", "b", "c"]))):
+        folder = RunFolder.create(tmp_path / name, {"cells": [{"id": cell} for cell in cells]})
+        folder.write_cell("a", {"status": "failed"})
+        os.utime(folder.path / "run.json", (1000 - age, 1000 - age))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    assert latest(tmp_path, unfinished=True) == tmp_path / "old"
+    for name in ("old", "older"):
+        (tmp_path / name / "run.json").unlink()
+    with pytest.raises(KvbenchError, match="no unfinished run; name the one to resume with --output DIR"):
+        latest(tmp_path, unfinished=True)
+
+
+def test_one_writer_at_a_time_and_any_number_of_readers(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    command = [sys.executable, "-c", "import sys; from kvbench.cli.app import main; main()", "report", str(folder.path)]
+    resume = "import sys; from kvbench.metrics.store import RunFolder; RunFolder.resume(sys.argv[1])"
+    with pytest.raises(KvbenchError, match=rf"process {os.getpid()} on .* is writing .*; wait for its end or choose"):
+        RunFolder.resume(folder.path)
+    refused = subprocess.run(
+        [sys.executable, "-c", resume, str(folder.path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert f"process {os.getpid()} on" in refused.stderr
+    assert subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode == 0
+    folder.close()
+    with pytest.raises(AssertionError, match="opened to be read"):
+        folder.write_cell("a", {})
+    RunFolder.resume(folder.path).write_cell("a", {})
+    RunFolder.resume(folder.path).write_cell("b", {})  # the one before is gone, and its lock with it
+    assert [row["cell"] for row in folder.rows()] == ["a", "b"]
+
+
+def test_a_killed_writer_blocks_nobody(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", {}).close()
+    holds = "import sys, time; from kvbench.metrics.store import RunFolder; f = RunFolder.resume(sys.argv[1]);"
+    holds += "print('locked', flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", holds, str(tmp_path / "run")], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout and holder.stdout.readline() == "locked\n"
+        with pytest.raises(KvbenchError, match=f"process {holder.pid} on"):
+            RunFolder.resume(tmp_path / "run")
+        holder.kill()
+    RunFolder.resume(tmp_path / "run").write_cell("a", {})
+
+
+def test_the_table_is_brought_up_to_date_by_whoever_opens_the_run_next(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    table = folder.path / "cells.csv"
+    folder.write_cell("a", {"status": "ok"})
+    behind = table.read_text()
+    folder.write_cell("b", {"status": "ok"})
+    whole = table.read_text()
+    table.write_text(behind)
+    RunFolder.open(folder.path).catch_up()
+    assert table.read_text() == behind  # a writer is at work; it is its table
+    folder.close()
+    RunFolder.open(folder.path).catch_up()
+    assert table.read_text() == whole
+    table.unlink()
+    again = RunFolder.resume(folder.path)
+    assert table.read_text() == whole
+    again.write_cell("c", {"status": "oom", "reason": "full"})
+    assert [row["cell"] for row in csv.DictReader(table.read_text().splitlines())] == ["a", "b", "c"]
+
+
+def test_a_writer_reads_no_finished_cell_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    folder.write_cell("a", {"seed": (1, 2)})
+    folder.close()
+    folder = RunFolder.resume(folder.path)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: pytest.fail("read a cell"))
+    folder.write_cell("b", {"seed": (1, 2)})
+    monkeypatch.undo()
+    first, second = csv.DictReader((folder.path / "cells.csv").read_text().splitlines())
+    assert first["seed"] == second["seed"] == "[1, 2]"
+
+
+def test_a_start_that_was_killed_is_no_run_and_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for leftover in (".lock", ".run.json"):
+        (tmp_path / "run" / leftover).write_text("half")
+    RunFolder.create(tmp_path / "run", {}).close()
+    with pytest.raises(KvbenchError, match="it holds a run, which --resume goes on with; choose another --output"):
+        RunFolder.create(tmp_path / "run", {})

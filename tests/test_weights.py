@@ -178,7 +178,8 @@ def test_a_hub_name_that_cannot_be_had_is_refused() -> None:
 def test_more_positions_than_the_model_has_are_refused(folder: Path) -> None:
     assert load(folder, max_model_len=POSITIONS).kv.layers == 3
     assert refusal(folder, max_model_len=POSITIONS + 1) == (
-        f"--max-model-len {POSITIONS + 1} is beyond the {POSITIONS} positions of model"
+        f"requests of up to {POSITIONS + 1} tokens are beyond the {POSITIONS} positions of model; lower "
+        "--max-model-len, or --input-len and --output-len"
     )
 
 

@@ -166,7 +166,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
         Jsonl(write(tmp_path, "", "  "), None, vocab_size=256, output_tokens=4)
     with pytest.raises(KvbenchError, match="cannot read --dataset-path"):
         Jsonl(tmp_path / "missing.jsonl", None, vocab_size=256, output_tokens=4)
-    with pytest.raises(KvbenchError, match="cannot read --dataset-path"):
+    with pytest.raises(KvbenchError, match="is no file"):
         Jsonl(tmp_path, None, vocab_size=256, output_tokens=4)
     with pytest.raises(KvbenchError, match="--output-len"):
         Jsonl(tmp_path, None, vocab_size=256, output_tokens=0)

@@ -1,11 +1,13 @@
 """The two loads as an engine or a server meets them: due, done, and what is left."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.engine.interfaces import Load
-from kvbench.engine.types import Request
+from kvbench.engine.types import Request, Sampling
 from kvbench.errors import KvbenchError
 from kvbench.metrics.records import FAILED, FINISHED, REJECTED, RequestRecord
 from kvbench.workloads.arrivals import schedule
@@ -116,18 +118,17 @@ def test_an_open_loop_hands_out_each_request_once_and_on_time(times: list[float]
 
 
 def test_requests_carry_what_was_drawn() -> None:
-    requests = draw_requests(DATASET, 50, seed=9, temperature=0.5, stop_ids=frozenset({2}))
+    requests = draw_requests(DATASET, 50, seed=9, sampling=Sampling(0.5, 0.9, 1.2), stop_ids=frozenset({2}))
     rows = DATASET.draw(50, seed=9)
     assert [request.id for request in requests] == list(range(50))
     assert [(request.prompt, request.output_tokens) for request in requests] == [
         (row.prompt, row.output_tokens) for row in rows
     ]
     assert {request.max_tokens for request in requests} == {DATASET.longest_output} == {7}
-    assert {(request.temperature, request.stop_ids, request.scheduled_s) for request in requests} == {
-        (0.5, frozenset(), 0.0)
-    }
-    assert len({request.seed for request in requests}) == 50
-    assert draw_requests(DATASET, 50, seed=9)[7].seed == requests[7].seed
+    assert {(request.stop_ids, request.scheduled_s) for request in requests} == {(frozenset(), 0.0)}
+    assert {replace(request.sampling, seed=0) for request in requests} == {Sampling(0.5, 0.9, 1.2)}
+    assert len({request.sampling.seed for request in requests}) == 50
+    assert draw_requests(DATASET, 50, seed=9)[7].sampling.seed == requests[7].sampling.seed
 
 
 def test_requests_may_end_by_themselves() -> None:
@@ -140,8 +141,8 @@ def test_requests_may_end_by_themselves() -> None:
 def test_the_arrivals_move_no_prompt_and_no_sampling_seed() -> None:
     closed = draw_requests(DATASET, 20, seed=4)
     opened = draw_requests(DATASET, 20, seed=4, arrivals=schedule("gamma", 20, 2.0, seed=4, burstiness=0.5))
-    assert [(one.prompt, one.output_tokens, one.seed) for one in opened] == [
-        (one.prompt, one.output_tokens, one.seed) for one in closed
+    assert [(one.prompt, one.output_tokens, one.sampling.seed) for one in opened] == [
+        (one.prompt, one.output_tokens, one.sampling.seed) for one in closed
     ]
 
 

@@ -125,18 +125,24 @@ class Expected:
         return sum(margin < NEAR_TIE for margins in self.margins for margin in margins)
 
 
-def generate(reference: Any, prompts: list[list[int]], new_tokens: int) -> Expected:
-    """Greedy answers of a model of transformers, the prompts padded on the left into one batch."""
+def generate(reference: Any, prompts: list[list[int]], new_tokens: int, **how: Any) -> Expected:
+    """Greedy answers of a model of transformers, the prompts padded on the left into one batch; `how` joins its
+    GenerationConfig, and margins are those after what it asks for."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     config = GenerationConfig(
-        do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **how,
     )
     reference.generation_config.eos_token_id = None
     with torch.inference_mode():
         made = reference.generate(ids, attention_mask=mask, generation_config=config)
-    best = torch.stack(made.logits, dim=1).topk(2).values
+    best = torch.stack(made.scores, dim=1).topk(2).values
     return Expected(made.sequences[:, longest:].tolist(), (best[..., 0] - best[..., 1]).tolist())
 
 

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A prompt (token ids) and how many tokens its answer has where the request ignores end-of-sequence."""
+    """A prompt (token ids), how many tokens its answer has where the request ignores end-of-sequence, and the `limit`
+    that this one request declares where the data set knows one."""
 
     prompt: tuple[int, ...]
     output_tokens: int
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt, "a data set refuses an empty prompt before it makes a row of it"

@@ -6,7 +6,6 @@ a machine that slowly warms up or slows down favours none of them.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,14 +16,20 @@ from kvbench.errors import KvbenchError
 
 _RANGE = re.compile(r"([\d.]+)-([\d.]+)([*+])([\d.]+)")
 _LONGEST_LIST = 10_000
+_LEAST, _MOST = Decimal("0.000001"), Decimal(10**9)
+
+
+BATCHINGS = ("continuous", "static")
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is compared: a backend under a reservation policy (None where it has none to choose)."""
+    """What is compared: a backend under a reservation policy (None where it has none to choose), with batches that
+    requests join and leave at any step (`continuous`) or only as a whole (`static`)."""
 
     backend: str
     reserve: str | None = None
+    batching: str = BATCHINGS[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class Cell:
     id: str
     backend: str
     reserve: str | None
+    batching: str
     concurrency: int | None
     request_rate: float | None
     input_tokens: int | None
@@ -61,6 +67,10 @@ class Cell:
     repeat: int
     seed: int
     order: int
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(self.backend, self.reserve, self.batching)
 
 
 def cells(
@@ -94,6 +104,7 @@ def cells(
                         id=name,
                         backend=variant.backend,
                         reserve=variant.reserve,
+                        batching=variant.batching,
                         concurrency=load.concurrency,
                         request_rate=load.request_rate,
                         input_tokens=context.input_tokens,
@@ -110,7 +121,8 @@ def _name(variant: Variant, load: LoadPoint, context: Context, repeat: int) -> s
     """`paged-c16-i128-o64-r0`: only letters, digits, dots and dashes; what is None is left out."""
     rate = None if load.request_rate is None else str(load.request_rate).removesuffix(".0")
     numbers = {"c": load.concurrency, "q": rate, "i": context.input_tokens, "o": context.output_tokens, "r": repeat}
-    words = [word for word in (variant.backend, variant.reserve) if word is not None]
+    batching = None if variant.batching == BATCHINGS[0] else variant.batching
+    words = [word for word in (variant.backend, variant.reserve, batching) if word is not None]
     return "-".join(words + [f"{letter}{value}" for letter, value in numbers.items() if value is not None])
 
 
@@ -148,8 +160,8 @@ def _positive(word: str, item: str, flag: str) -> Decimal:
         raise KvbenchError(
             f"{flag} cannot read {item!r}; give numbers like 1,8,64 or ranges like 1-64*2 and 64-256+64"
         ) from None
-    if not (value.is_finite() and value > 0 and math.isfinite(float(value)) and float(value) > 0):
-        raise KvbenchError(f"{flag} takes positive numbers, not {item!r}")
+    if not (value.is_finite() and _LEAST <= value <= _MOST):
+        raise KvbenchError(f"{flag} takes numbers from {_LEAST} to {_MOST:,}, not {item!r}")
     return value
 
 

@@ -45,6 +45,8 @@ class Jsonl:
 
     def _read(self, path: Path) -> list[Drawn]:
         rows = []
+        if path.exists() and not path.is_file():
+            raise KvbenchError(f"--dataset-path {path} is no file; give it a file of one JSON object a line")
         try:
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
@@ -75,7 +77,7 @@ class Jsonl:
             raise KvbenchError(f"{where}: {error}") from error
         if not prompt:
             raise KvbenchError(f"{where} has an empty prompt; give it at least one token")
-        return Drawn(prompt, output_tokens)
+        return Drawn(prompt, output_tokens, limit=output_tokens)
 
     def _prompt(self, row: dict[str, Any]) -> tuple[int, ...]:
         """The ids of a line, which has one of the two keys."""

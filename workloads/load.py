@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from kvbench.engine.types import Request
+from kvbench.engine.types import GREEDY, Request, Sampling
 from kvbench.errors import KvbenchError
 from kvbench.metrics.records import RequestRecord
 from kvbench.workloads.datasets import Dataset
@@ -107,12 +107,12 @@ def draw_requests(
     *,
     max_tokens: int | None = None,
     arrivals: list[float] | None = None,
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
     ignore_eos: bool = True,
     stop_ids: frozenset[int] = frozenset(),
     cache_salts: Sequence[str] = ("",),
 ) -> list[Request]:
-    """`count` requests with ids from 0, each with a sampling seed of its own.
+    """`count` requests with ids from 0, each sampled as `sampling` says but with a seed of its own.
 
     `max_tokens` is declared by all of them (default: the longest answer `dataset` can draw), `arrivals` gives their
     `scheduled_s` (default 0: a closed loop sets it). With `ignore_eos` an answer has exactly its drawn length; without,
@@ -135,11 +135,10 @@ def draw_requests(
         Request(
             id=index,
             prompt=drawn.prompt,
-            max_tokens=declared,
+            max_tokens=max_tokens or drawn.limit or declared,
             output_tokens=drawn.output_tokens if ignore_eos else None,
             scheduled_s=time_s,
-            temperature=temperature,
-            seed=sampling_seed,
+            sampling=replace(sampling, seed=sampling_seed),
             stop_ids=frozenset() if ignore_eos else stop_ids,
             cache_salt=cache_salts[index % len(cache_salts)],
         )

@@ -1,0 +1,153 @@
+"""What `run.json` says of a run: what was asked, what was found, on which machine, in which sessions it was made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from hashlib import file_digest
+from typing import TYPE_CHECKING, Any
+
+from kvbench import __version__
+from kvbench.cli.config import SweepConfig
+from kvbench.engine.environment import peak_memory_bytes, versions
+from kvbench.errors import KvbenchError
+from kvbench.metrics.store import RunFolder
+
+if TYPE_CHECKING:
+    from kvbench.cli.job import Job
+
+
+def manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
+    """A new run's, before its first cell."""
+    config, environment = job.config, versions()
+    session = _session(job, environment, cold_s, done=0)
+    return {
+        "kvbench_version": __version__,
+        "created": session["created"],
+        "finished": None,
+        "interrupted": False,
+        "command": session["command"],
+        "model": model_facts(job),
+        "device": job.device.facts(),
+        "environment": environment,
+        "config": config.facts(),
+        "choices": job.choices,
+        "kv": kv_facts(job),
+        "dataset": {**dataset_facts(config), "lengths": lengths(job)},
+        "price": {
+            "usd_per_hour": config.price_usd_per_hour,
+            "source": "--price" if config.price_usd_per_hour else None,
+        },
+        "slos": [str(slo) for slo in config.slos],
+        "timings": {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s},
+        "sessions": [session],
+        "cells": [asdict(cell) for cell in job.cells],
+    }
+
+
+def model_facts(job: Job) -> dict[str, Any]:
+    """The model as it was loaded."""
+    model = job.stack.model
+    return {
+        "name": job.source.name,
+        "family": model.config.model_type,
+        "parameters": sum(weight.numel() for weight in model.module.parameters()),
+        "weights": "random" if random_weights(job) else "real",
+        "weights_bytes": model.nbytes,
+        "fingerprint": model.fingerprint(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_bytes_per_token": model.kv.bytes_per_token(model.dtype.itemsize),
+    }
+
+
+def random_weights(job: Job) -> bool:
+    """Whether the weights were drawn, not learnt."""
+    return job.config.weights == "random" or job.source.folder is None
+
+
+def kv_facts(job: Job) -> dict[str, Any]:
+    """The memory that each backend gets."""
+    model, cache = job.stack.model, job.stack.cache
+    return {
+        "pool_tokens": cache.pool_tokens,
+        "pool_bytes": cache.pool_tokens * model.kv.bytes_per_token(model.dtype.itemsize),
+        "block_size": cache.block_size,
+        "max_model_len": cache.max_model_len,
+        "why": job.choices.get("kv_memory", "asked for"),
+    }
+
+
+def dataset_facts(config: SweepConfig) -> dict[str, Any]:
+    """The data set by name and, where it is a file, by content."""
+    path = config.dataset_path
+    if path is None:
+        return {"name": config.dataset}
+    try:
+        with path.open("rb") as file:
+            return {"name": config.dataset, "sha256": file_digest(file, "sha256").hexdigest()}
+    except OSError as error:
+        raise KvbenchError(f"cannot read --dataset-path {path}: {error.strerror}") from error
+
+
+def lengths(job: Job) -> str:
+    """The data sets with the lengths that were asked for and that they can draw, in words."""
+    parts = []
+    for context, data in job.datasets.items():
+        asked = f" {context.input_tokens} in / {context.output_tokens} out" if context.input_tokens else ""
+        prefix = f" after {job.config.prefix_tokens} that all share" if job.config.prefix_tokens else ""
+        parts.append(f"{data.name}{asked}{prefix}, up to {data.longest_input} + {data.longest_output} tokens")
+    return "; ".join(parts)
+
+
+def _session(
+    job: Job, environment: dict[str, str | None], cold_s: float | None, *, done: int, forced: Sequence[str] = ()
+) -> dict[str, Any]:
+    """One process's part of a run, from the end of its warm-up. `finished` stays null where it was killed;
+    `cells_before` is how many cells had a row when it began."""
+    return {
+        "created": _now(),
+        "finished": None,
+        "interrupted": False,
+        "kvbench_version": __version__,
+        "commit": environment["commit"],
+        "command": ["kvbench", *sys.argv[1:]],
+        "model_load_s": job.model_load_s,
+        "cold_first_token_s": cold_s,
+        "cells_before": done,
+        "forced": list(forced),
+    }
+
+
+def begin_session(job: Job, folder: RunFolder, cold_s: float | None, *, done: int, forced: Sequence[str]) -> None:
+    """The run goes on: its earlier sessions stay, and `forced` joins what was different in them."""
+    known = folder.manifest
+    session = _session(job, versions(), cold_s, done=done, forced=forced)
+    marks = list(dict.fromkeys([*known.get("forced", []), *forced]))
+    folder.update_manifest(
+        sessions=[*known.get("sessions", []), session],
+        finished=None,
+        interrupted=False,
+        **({"forced": marks} if marks else {}),
+    )
+
+
+def end_session(folder: RunFolder, *, interrupted: bool) -> None:
+    """The last cell is stored, or Ctrl-C was pressed. The run's peak of memory is that of its largest session."""
+    *before, session = folder.manifest["sessions"]
+    end = {"finished": _now(), "interrupted": interrupted}
+    peak_bytes = peak_memory_bytes()
+    most_bytes = max(peak_bytes, *(earlier.get("peak_memory_bytes", 0) for earlier in [*before, session]))
+    ended = session | end | {"peak_memory_bytes": peak_bytes}
+    folder.update_manifest(**end, peak_memory_bytes=most_bytes, sessions=[*before, ended])
+
+
+def mark_whole(folder: RunFolder) -> None:
+    """A run whose last cell was stored just before it was killed or interrupted has ended all the same."""
+    if folder.manifest.get("interrupted") or not folder.manifest.get("finished"):
+        folder.update_manifest(finished=_now(), interrupted=False)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

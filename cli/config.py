@@ -28,8 +28,11 @@ FLAGS = {
     "loads": "--concurrency or --request-rate",
     "contexts": "--input-len and --output-len",
     "kv_bytes": "--kv-memory",
+    "prefix_caching": "--enable-prefix-caching",
+    "cache_salts": "--cache-salt",
     "max_batched_tokens": "--max-num-batched-tokens",
     "max_sequences": "--max-num-seqs",
+    "prefix_tokens": "--prefix-len",
     "prompts": "--num-prompts",
     "warmups": "--num-warmups",
     "slos": "--slo",
@@ -61,6 +64,8 @@ class SweepConfig:
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     block_size: int = 16
+    prefix_caching: bool = False
+    cache_salts: tuple[str, ...] = ("",)
     max_batched_tokens: int = 2048
     max_sequences: int = 256
     max_tokens: int | None = None
@@ -68,6 +73,7 @@ class SweepConfig:
     arrivals: str | None = None
     burstiness: float | None = None
     range_ratio: float | None = None
+    prefix_tokens: int = 0
     dataset: str = "random"
     dataset_path: Path | None = None
     prompts: int | None = None
@@ -99,6 +105,7 @@ class SweepConfig:
             if count is not None and not 1 <= count <= LARGEST:
                 raise KvbenchError(f"{flag} must be at least 1 and at most {LARGEST:,}, not {count}")
         for flag, least, value in (
+            ("--prefix-len", 0, self.prefix_tokens),
             ("--num-warmups", 0, self.warmups),
             ("--seed", 0, self.seed),
             ("--temperature", 0, self.temperature),
@@ -117,6 +124,8 @@ class SweepConfig:
         if self.range_ratio is not None and not 0 <= self.range_ratio < 1:
             raise KvbenchError(f"--range-ratio must be at least 0 and below 1, not {self.range_ratio}")
         self._check_dataset()
+        if self.cache_salts != ("",) and not self.prefix_caching:
+            raise KvbenchError("--cache-salt keeps cached prefixes apart; it needs --enable-prefix-caching")
         self._check_arrivals()
         if self.repeats is not None and self.repeats > MOST_REPEATS:
             raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
@@ -129,6 +138,8 @@ class SweepConfig:
     def _check_dataset(self) -> None:
         if (self.dataset == "jsonl") != (self.dataset_path is not None):
             raise KvbenchError("--dataset jsonl and --dataset-path FILE go together; give both or neither")
+        if self.prefix_tokens and self.dataset != "random":
+            raise KvbenchError(f"--dataset {self.dataset} has prompts of its own; --prefix-len is for --dataset random")
         lengths = self.contexts or ()
         if self.dataset == "support" and (lengths or self.range_ratio is not None):
             raise KvbenchError(
@@ -163,6 +174,7 @@ class SweepConfig:
                 known[name] = tuple(kind(**item) for item in known[name])
         path = known.get("dataset_path")
         known["dataset_path"] = None if path is None else Path(path)
+        known["cache_salts"] = tuple(known.get("cache_salts", ("",)))
         known["slos"] = parse_slos(known["slos"])
         known["metadata"] = tuple(known["metadata"].items())
         return cls(**known)
@@ -255,6 +267,11 @@ def parse_contexts(inputs: str | None, outputs: str | None) -> tuple[Context, ..
     ins = parse_ints(inputs, "--input-len") if inputs is not None else [None]
     outs = parse_ints(outputs, "--output-len") if outputs is not None else [None]
     return tuple(Context(i, o) for i in dict.fromkeys(ins) for o in dict.fromkeys(outs))
+
+
+def parse_salts(text: str | None) -> tuple[str, ...]:
+    """`--cache-salt`: one, or several that the requests take in turns; the empty one where it is not given."""
+    return ("",) if text is None else tuple(text.split(","))
 
 
 def parse_metadata(items: Iterable[str]) -> tuple[tuple[str, str], ...]:

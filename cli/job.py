@@ -72,6 +72,7 @@ class Job:
             sampling=Sampling(config.temperature, config.top_p, config.repetition_penalty),
             ignore_eos=self.ignore_eos,
             stop_ids=self.stop_ids,
+            cache_salts=config.cache_salts,
         )
 
     @property
@@ -140,7 +141,7 @@ def prepare(config: SweepConfig) -> Job:
         source=source,
         stack=Stack(
             model,
-            CacheConfig(pool_tokens, config.block_size, max_model_len),
+            CacheConfig(pool_tokens, config.block_size, max_model_len, prefix_caching=config.prefix_caching),
             Limits(
                 max_model_len,
                 config.max_batched_tokens,
@@ -235,7 +236,7 @@ def _datasets(
         full = Context(context.input_tokens or fallback.input_tokens, context.output_tokens or fallback.output_tokens)
         assert full.input_tokens is not None and full.output_tokens is not None
         found[full] = RandomTokens(
-            Lengths(full.input_tokens, ratio), Lengths(full.output_tokens, ratio), vocab, special
+            Lengths(full.input_tokens, ratio), Lengths(full.output_tokens, ratio), vocab, special, config.prefix_tokens
         )
     return found
 

@@ -96,7 +96,8 @@ def lengths(job: Job) -> str:
     parts = []
     for context, data in job.datasets.items():
         asked = f" {context.input_tokens} in / {context.output_tokens} out" if context.input_tokens else ""
-        parts.append(f"{data.name}{asked}, up to {data.longest_input} + {data.longest_output} tokens")
+        prefix = f" after {job.config.prefix_tokens} that all share" if job.config.prefix_tokens else ""
+        parts.append(f"{data.name}{asked}{prefix}, up to {data.longest_input} + {data.longest_output} tokens")
     return "; ".join(parts)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from kvbench.cli.job import Job
-from kvbench.cli.stack import release_memory
+from kvbench.cli.stack import BACKENDS, release_memory
 from kvbench.engine.engine import Watch
 from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
@@ -83,6 +83,8 @@ def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
         "reason": reason,
         "order": cell.order,
         "batching": cell.batching,
+        "prefix_caching": cache.prefix_caching and BACKENDS[cell.backend].shares,
+        "prefix_tokens": job.config.prefix_tokens,
     }
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 Facts = Mapping[str, Any]
 
 KEPT = (
-    *("variants", "loads", "contexts", "repeats", "seed", "dataset", "dataset_path"),
+    *("variants", "loads", "contexts", "repeats", "seed", "dataset", "dataset_path", "prefix_tokens"),
+    *("prefix_caching", "cache_salts"),
     *("slos", "price_usd_per_hour", "metadata"),
 )
 """What the plan and the meaning of a row hang on: as the run was first told, whatever --force allows."""
@@ -154,7 +155,7 @@ def _same(name: str, then: object, now: object) -> bool:
 
 def _plainly(value: Any) -> str:
     """`contiguous max, paged`; `not given`."""
-    if value is None or value in ([], {}):
+    if value is None or value in ("", [], {}):
         return "not given"
     if isinstance(value, list):
         return ", ".join(map(_plainly, value))

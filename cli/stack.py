@@ -28,21 +28,24 @@ RESERVATIONS = POLICIES
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """How much memory a backend gets and how it may use it, in rows of the arena."""
+    """How much memory a backend gets and how it may use it, in rows of the arena. `prefix_caching` is for those that
+    can share rows."""
 
     pool_tokens: int
     block_size: int
     max_model_len: int
     reserve: str | None = None
+    prefix_caching: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A memory policy: who holds which rows, and how the device finds them."""
+    """A memory policy: who holds which rows, and how the device finds them. `shares`: it knows prefix caching."""
 
     name: str
     make_allocator: Callable[[CacheConfig], Allocator]
     make_cache: Callable[[Arena, Allocator, int], Cache]
+    shares: bool = False
 
 
 def _slot_cache(arena: Arena, allocator: Allocator, longest: int) -> Cache:
@@ -74,7 +77,12 @@ BACKENDS = {
             lambda config: Slots(config.pool_tokens, config.max_model_len, config.reserve or "max"),
             _slot_cache,
         ),
-        Backend("paged", lambda config: BlockPool(config.pool_tokens, config.block_size), _block_cache),
+        Backend(
+            "paged",
+            lambda config: BlockPool(config.pool_tokens, config.block_size, prefix_caching=config.prefix_caching),
+            _block_cache,
+            shares=True,
+        ),
     )
 }
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvbench.cli import config as flags
+from kvbench.errors import KvbenchError
 from kvbench.workloads.arrivals import KINDS as ARRIVALS
 
 WHAT, MEMORY, ENGINE, LOAD, RESULT = (
@@ -32,6 +33,14 @@ def sweep(
         MEMORY(help="Longest prompt + answer; default: the grid's longest."),
     ] = None,
     block_size: Annotated[int, MEMORY(help="Tokens a block (paged).")] = 16,
+    enable_prefix_caching: Annotated[
+        bool,
+        MEMORY(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Share the full blocks of equal beginnings (paged).",
+        ),
+    ] = False,
+    cache_salt: Annotated[str | None, MEMORY(help="Share only within a salt; requests take a list's in turns.")] = None,
     reserve: Annotated[
         str | None, MEMORY(help="Contiguous: max (default) | declared | pow2 | oracle, a list too.")
     ] = None,
@@ -71,6 +80,10 @@ def sweep(
         float | None,
         LOAD("--range-ratio", "--random-range-ratio", help="Lengths vary by ± this share."),
     ] = None,
+    prefix_len: Annotated[
+        int,
+        LOAD("--prefix-len", "--random-prefix-len", help="Tokens with which all prompts begin, before --input-len."),
+    ] = 0,
     num_prompts: Annotated[int | None, LOAD(help="Requests a cell.")] = None,
     cell_timeout: Annotated[str | None, LOAD(help="End a cell after this long, as 10m; its row says so.")] = None,
     num_warmups: Annotated[int, LOAD(help="Requests before the first cell.")] = 4,
@@ -98,8 +111,11 @@ def sweep(
     from kvbench.cli.conduct import conduct
     from kvbench.cli.stack import BACKENDS, RESERVATIONS
 
+    variants = flags.parse_variants(backend, reserve, batching, BACKENDS, RESERVATIONS)
+    if enable_prefix_caching and not any(BACKENDS[variant.backend].shares for variant in variants):
+        raise KvbenchError("--enable-prefix-caching needs a backend that can share memory; add paged to --backend")
     config = flags.SweepConfig(
-        variants=flags.parse_variants(backend, reserve, batching, BACKENDS, RESERVATIONS),
+        variants=variants,
         loads=flags.parse_loads(concurrency, request_rate),
         contexts=flags.parse_contexts(input_len, output_len),
         model=model,
@@ -110,6 +126,8 @@ def sweep(
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
         block_size=block_size,
+        prefix_caching=enable_prefix_caching,
+        cache_salts=flags.parse_salts(cache_salt),
         max_batched_tokens=max_num_batched_tokens,
         max_sequences=max_num_seqs,
         max_tokens=max_tokens,
@@ -117,6 +135,7 @@ def sweep(
         arrivals=None if arrivals is None else flags.choice(arrivals, ARRIVALS, "--arrivals"),
         burstiness=burstiness,
         range_ratio=range_ratio,
+        prefix_tokens=prefix_len,
         dataset=flags.choice(dataset, flags.DATASETS, "--dataset"),
         dataset_path=dataset_path,
         prompts=num_prompts,

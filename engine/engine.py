@@ -120,7 +120,7 @@ class Engine:
             self._end(sequence, FAILED, reason)
         for sequence in plan.admitted:
             if sequence.admitted_s is None:
-                sequence.admitted_s = now_s
+                sequence.admitted_s, sequence.cached_tokens = now_s, sequence.computed
         self.ledger.note(self.allocator.take_holdings(), len(self.steps))
         if plan.chunks:
             self._flight = (self.executor.launch(plan.batch(len(self.steps)), now_s), plan, now_s)
@@ -185,6 +185,7 @@ class Engine:
             held_tokens=usage.held,
             free_tokens=usage.free,
             cached_tokens=usage.cached,
+            logical_tokens=usage.filled + usage.saved,
         )
 
     def take_done(self) -> list[RequestRecord]:
@@ -210,6 +211,7 @@ class Engine:
             last_s=times[-1] if times else None,
             token_s=times,
             output_tokens=sequence.generated,
+            cached_tokens=sequence.cached_tokens,
             truncated_tokens=sequence.truncated_tokens,
             preemptions=sequence.preemptions,
             status=status,

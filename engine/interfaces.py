@@ -38,16 +38,19 @@ class Allocator(Protocol):
         """Whether an empty pool could make the sequence's first `rows` positions addressable."""
 
     def reserve(self, sequence: Sequence, rows: int) -> bool:
-        """Make the first `rows` positions addressable, all or nothing; False on shortage, and nothing has changed."""
+        """Make the first `rows` positions addressable, all or nothing; False on shortage, and nothing has changed.
+
+        The call that gives a sequence its first rows may find some of them filled already: it then raises
+        `sequence.computed`, to known - 1 at most, since the last token must run."""
 
     def commit(self, sequence: Sequence) -> None:
-        """The rows below `sequence.computed` hold data now."""
+        """The rows below `sequence.computed` hold data now, which others may be given to read."""
 
     def free(self, sequence: Sequence) -> None:
         """Give back all rows of the sequence; nothing if it holds none."""
 
     def usage(self) -> Usage:
-        """Filled, held and free rows at this moment."""
+        """Filled, held and free rows at this moment; a row counts once, however many sequences hold it."""
 
     def take_holdings(self) -> list[Holding]:
         """What changed hands since the last call, in order; the engine turns it into ranges of steps."""

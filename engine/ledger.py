@@ -10,16 +10,18 @@ from kvbench.metrics.records import Hold
 
 @dataclass(slots=True)
 class _Stay:
-    """A sequence's time in memory: its closed pieces and the open one."""
+    """A sequence's time in memory: its closed pieces (first step, end step, held, asked, shared) and the open one."""
 
-    pieces: list[tuple[int, int, int, int]]
+    pieces: list[tuple[int, int, int, int, int]]
     first_step: int
     held: int
     asked: int
+    shared: int
 
 
 class Ledger:
-    """`holds` are the finished stays, in the order in which they ended. A stay within no step leaves none."""
+    """`holds` are the finished stays, in the order in which they ended. A stay within no step leaves none. What a
+    sequence shared is not in its holds, but in those of `COMMON`."""
 
     def __init__(self) -> None:
         self.holds: list[Hold] = []
@@ -30,12 +32,15 @@ class Ledger:
         for change in changes:
             stay = self._open.get(change.sequence)
             if stay is None:
-                self._open[change.sequence] = _Stay([], step, change.held, change.asked)
+                self._open[change.sequence] = _Stay([], step, change.held, change.asked, change.shared)
                 continue
             if stay.first_step < step:
-                stay.pieces.append((stay.first_step, step, stay.held, stay.asked))
-            if change.held:
-                stay.first_step, stay.held, stay.asked = step, change.held, change.asked
+                stay.pieces.append((stay.first_step, step, stay.held, stay.asked, stay.shared))
+            if change.held or change.shared:
+                stay.first_step, stay.held, stay.asked, stay.shared = step, change.held, change.asked, change.shared
                 continue
             del self._open[change.sequence]
-            self.holds.extend(Hold(change.sequence, *piece, final_tokens=change.filled) for piece in stay.pieces)
+            self.holds.extend(
+                Hold(change.sequence, first, end, held, asked, final_tokens=change.filled - shared)
+                for first, end, held, asked, shared in stay.pieces
+            )

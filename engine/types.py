@@ -54,7 +54,8 @@ class Request:
     `max_tokens` is declared by the client and known to everyone. `output_tokens` is the answer's true length where the
     workload drew it (the request then ignores end-of-sequence), None where the answer ends by itself at one of
     `stop_ids`. The scheduler never reads it; an allocator reads it only under the two policies that say so (`pow2`,
-    `oracle`). `scheduled_s` is when the load wants it sent, on the run's clock.
+    `oracle`). `scheduled_s` is when the load wants it sent, on the run's clock. Only requests of one `cache_salt` share
+    cached prefixes.
     """
 
     id: int
@@ -64,6 +65,7 @@ class Request:
     scheduled_s: float = 0.0
     sampling: Sampling = GREEDY
     stop_ids: frozenset[int] = frozenset()
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -86,6 +88,7 @@ class Sequence:
     from a decode.
 
     `spans` keeps when output tokens appeared, as half-open ranges of steps with one token in each step.
+    `cached_tokens` of the prompt were found in memory when the sequence was first admitted.
     """
 
     request: Request
@@ -95,6 +98,7 @@ class Sequence:
     computed: int = 0
     preemptions: int = 0
     admitted_s: float | None = None
+    cached_tokens: int = 0
     spans: list[list[int]] = field(default_factory=list)
 
     @classmethod
@@ -187,20 +191,28 @@ class Sampled:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Present facts of an allocator, in rows (one row holds one token): `filled` hold data, `held` belong to some
-    sequence (filled ones included), `free` to none. `cached` counts the free rows whose content could be reused."""
+    sequence (filled ones included), `free` to none. `cached` counts the free rows whose content could be reused,
+    `saved` the filled rows that sharing spares: those of each sequence, added up, are `filled + saved`."""
 
     filled: int
     held: int
     free: int
     cached: int = 0
+    saved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A change of what a sequence holds: from now on `held` rows, of which its policy `asked` for some. With 0 held it
-    gave everything back, `filled` rows of it full."""
+    """A change of what a sequence holds: from now on `held` rows of its own, of which its policy `asked` for some, and
+    `shared` full ones together with others. With neither it gave everything back, `filled` rows of it full, those it
+    had shared included. What is shared is held, once, by the sequence `COMMON`."""
 
     sequence: int
     held: int
     asked: int
     filled: int
+    shared: int = 0
+
+
+COMMON = -1
+"""The number under which rows are held that several sequences share; requests count from 0."""

@@ -8,7 +8,8 @@ read in this order:
 3. `engine/scheduler.py`   which tokens are computed next (no phases: computed catches up with known)
    `engine/static.py`      the other way to batch: as a whole, the traditional one
 4. `engine/engine.py`      Engine and `serve`, the loop around it
-5. `contiguous/slots.py`, `paged/blocks.py`   the two memory policies, host bookkeeping only
+5. `contiguous/slots.py`, `paged/blocks.py`   the two memory policies, host bookkeeping only;
+                                              `paged/prefix.py`: what sequences share
 6. `contiguous/cache.py`, `paged/cache.py`    where a token's row lies in the arena both share
 7. `engine/model.py`, `engine/runner.py`      transformers' own model over our attention, on a device; its tokens are
                            chosen in `engine/sampling.py`

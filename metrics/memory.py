@@ -87,24 +87,27 @@ def split(run: Run) -> MemoryParts:
 
 
 def memory_summary(run: Run, window: Window) -> dict[str, float | None]:
-    """Time-weighted mean and peak of utilisation (used / pool), efficiency (used / held) and fragmentation
-    ((internal + rounding) / held) over the steps of the window, as `kv_..._mean` and `kv_..._peak`.
+    """Time-weighted mean and peak of utilisation (used / pool), efficiency (used / held), fragmentation ((internal +
+    rounding) / held) and sharing (1 - used / logical: the share of the sequences' rows that exist only once for
+    several) over the steps of the window, as `kv_..._mean` and `kv_..._peak`.
 
     A step weighs as long as it lasts inside the window. Idle time weighs nothing: no step runs then and nothing is
     held, so counting it would mix the load into what these numbers say about the layout. A step that holds nothing
-    has no efficiency and no fragmentation; what is defined at no step is None.
+    has no efficiency and no fragmentation, one that has filled nothing no sharing; what is defined at no step is None.
     """
     import numpy as np
 
     parts = split(run)
     start_s = np.array([step.start_s for step in run.steps])
     end_s = np.array([step.end_s for step in run.steps])
+    (logical,) = _columns(run.steps, "logical_tokens")
     seconds = np.minimum(end_s, window.end_s) - np.maximum(start_s, window.start_s)
     wasted, summary = parts.internal + parts.rounding, dict[str, float | None]()
     for name, rows, of in (
         ("utilisation", parts.used, parts.pool),
         ("efficiency", parts.used, parts.held),
         ("fragmentation", wasted, parts.held),
+        ("sharing", logical - parts.used, logical),
     ):
         defined = (seconds >= 0) & (of > 0)
         ratio, weight = rows[defined] / of[defined], seconds[defined]

@@ -21,7 +21,8 @@ class RequestRecord:
 
     `status` is one of the five words above. `reason` says how it ended: `length` or `stop` where it finished, a
     sentence where it did not; it has no latency then, but its tokens count. Times that never happened are None.
-    `token_s` has one entry for each output token.
+    `token_s` has one entry for each output token. `cached_tokens` of the input were found in memory at its first
+    admission; what it finds again after a preemption counts for nothing.
     """
 
     request: int
@@ -51,7 +52,8 @@ class StepRecord:
     `device_s` is the time inside the executor, `host_s` the rest of the step. `sequences`, `prefill_tokens` and
     `decode_tokens` describe the batch; `attended_pairs` counts its (query, key) pairs, `context_tokens` the computed
     tokens of its sequences after the step. `used`, `held`, `free` and `cached` are what the allocator reported after
-    the forward pass and before anything was freed; used + (held - used) + free = pool.
+    the forward pass and before anything was freed; used + (held - used) + free = pool, where a row that several
+    sequences share counts once. `logical` adds up the filled rows of each sequence, so it counts such a row for each.
     """
 
     step: int
@@ -74,6 +76,7 @@ class StepRecord:
     free_tokens: int
     cached_tokens: int = 0
     swapped_tokens: int = 0
+    logical_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ class Hold:
     """`request` held `held_tokens` rows in steps `first_step` up to, not including, `end_step`.
 
     `asked_tokens` is what its policy asked for before the allocator rounded up, `final_tokens` the rows that were
-    filled when the whole stay ended (by finishing, failing or preemption). A stay that grows is several holds.
+    filled when the whole stay ended (by finishing, failing or preemption). A stay that grows is several holds. Rows
+    that it shares with others, always full ones, are in none of its numbers: `request` -1 holds them, once.
     """
 
     request: int

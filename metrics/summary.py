@@ -128,6 +128,8 @@ def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict
         "peak_running": max((step.running for step in steps), default=0),
         "requests_submitted": len(requests),
         **ends,
+        "cached_tokens_total": sum(request.cached_tokens for request in requests),
+        "prefix_hit_rate": _prefix_hit_rate(requests),
         "requests_truncated": sum(request.truncated_tokens > 0 for request in requests),
         "requests_one_token": sum(r.status == FINISHED and r.output_tokens == 1 for r in requests),
         "input_tokens_total": tokens_in,
@@ -135,3 +137,10 @@ def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict
         "external_fragmentation_events": run.external_fragmentation_events,
         "steps": len(steps),
     }
+
+
+def _prefix_hit_rate(requests: Sequence[RequestRecord]) -> float | None:
+    """Input tokens found in memory / input tokens, of the requests that were admitted."""
+    admitted = [request for request in requests if request.admitted_s is not None]
+    asked = sum(request.input_tokens for request in admitted)
+    return sum(request.cached_tokens for request in admitted) / asked if asked else None

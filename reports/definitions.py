@@ -1,5 +1,8 @@
 """What each number of a report means, with its formula: the shown ones only, in the order in which they appear."""
 
+OF_SHARING = ("prefix hits", "KV shared")
+"""The terms that only a run with a prefix cache has."""
+
 DEFINITIONS = (
     ("contiguous", "Every request holds one range of rows from its start to its end, as long as its policy reserves."),
     ("paged", "Every request holds blocks of rows from a shared pool and takes another when it needs one."),
@@ -19,6 +22,10 @@ DEFINITIONS = (
         "requests of a cell, by linear interpolation.",
     ),
     ("TPOT, time per output token", "(last token − first token) ÷ (n − 1), for answers of n ≥ 2 tokens."),
+    (
+        "in time",
+        "Share of the requests asked that finished and met every SLO that speaks of each request; errors are bad.",
+    ),
     ("KV used", "Rows of the KV memory that hold tokens ÷ rows of the pool: time-weighted mean while steps run."),
     (
         "KV wasted",
@@ -26,8 +33,13 @@ DEFINITIONS = (
         "the end. Rounding: held only because the allocator rounds up.",
     ),
     (
-        "in time",
-        "Share of the requests asked that finished and met every SLO that speaks of each request; errors are bad.",
+        "prefix hits",
+        "Input tokens that a request found in the prefix cache when it was first admitted ÷ input tokens of all that "
+        "were admitted. What is found again after a preemption counts for nothing.",
+    ),
+    (
+        "KV shared",
+        "1 − rows that hold tokens ÷ the same rows counted once for each request that reads them: time-weighted mean.",
     ),
     ("reserved", "Rows held that the same request fills later."),
     ("preempted", "How often a running request lost its memory and was computed again: mean per repeat."),

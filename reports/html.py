@@ -12,12 +12,13 @@ from kvbench.errors import KvbenchError
 from kvbench.metrics.store import RunFolder
 from kvbench.reports.charts import figures
 from kvbench.reports.context import checks, evidence, headline_facts, provenance, reasons
-from kvbench.reports.definitions import DEFINITIONS
+from kvbench.reports.definitions import DEFINITIONS, OF_SHARING
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import Results
 from kvbench.reports.page_tables import cell_table, duel_table, meters, variant_tables
 from kvbench.reports.sentence import find
 from kvbench.reports.svg import DARK, LIGHT
+from kvbench.reports.tables import SHARING, columns_of
 from kvbench.reports.words import DASH
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def _content(folder: RunFolder) -> dict[str, Any]:
     command = folder.manifest.get("command")
     finding = find(results, folder.manifest)
     why, why_at = meters(results)
+    unused = () if set(SHARING) <= set(columns_of(results)) else OF_SHARING
     content: dict[str, Any] = {
         "css": _css(),
         "run_name": folder.path.resolve().name,
@@ -75,7 +77,7 @@ def _content(folder: RunFolder) -> dict[str, Any]:
         "spread": any(len(group.ok) > 1 for group in results.groups),
         "duels": duel_table(results),
         "cells": cell_table(results),
-        "definitions": DEFINITIONS,
+        "definitions": [(term, meaning) for term, meaning in DEFINITIONS if term not in unused],
         "command": shlex.join(map(str, command)) if isinstance(command, list) and command else DASH,
     }
     names = {"tables": "By load", "duels": "Side by side", "cells": "Every cell"}

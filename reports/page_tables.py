@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvbench.reports.contests import LEVEL, Contest, contests, focus, reference
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import OK, Group, Results, Row
-from kvbench.reports.tables import COLUMNS, Table, summary
+from kvbench.reports.tables import Table, columns_of, summary
 from kvbench.reports.words import DASH, number, percent, ratio_decimals, sentence_case
 
 
@@ -94,11 +94,11 @@ def variant_tables(results: Results) -> list[Grid]:
 
 
 def _variant_table(table: Table) -> Grid:
-    heads = [*table.label_heads, *(column.head.replace("- ", "") for column in COLUMNS)]
+    heads = [*table.label_heads, *(column.head.replace("- ", "") for column in table.columns)]
     rows = tuple(
         (
             *(Cell(label) for label in table.labels(group)),
-            *(Cell(column.cell(group), _alarm(column.key, group), column.interval(group)) for column in COLUMNS),
+            *(Cell(column.cell(group), _alarm(column.key, group), column.interval(group)) for column in table.columns),
         )
         for group in table.groups
     )
@@ -140,7 +140,7 @@ def cell_table(results: Results) -> Grid | None:
     """Every cell with its own numbers, in the order of cells.csv; None without cells."""
     if not results.rows:
         return None
-    columns = [column for column in COLUMNS if column.key not in ("requests", "failed_cells")]
+    columns = [column for column in columns_of(results) if column.key not in ("requests", "failed_cells")]
     heads = [Head("cell", True), Head("status", True), Head("repeat"), Head("seed"), Head("requests")]
     heads += [Head(column.head.replace("- ", "")) for column in columns] + [Head("reason", True)]
     alone = {

@@ -55,10 +55,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One variant's groups. `labels` of a row say where in the grid it stands."""
+    """One variant's groups. `labels` of a row say where in the grid it stands, `columns` what is told of it."""
 
     title: str
     label_heads: tuple[str, ...]
+    columns: tuple[Column, ...]
     groups: tuple[Group, ...]
 
     def labels(self, group: Group) -> tuple[str, ...]:
@@ -97,12 +98,24 @@ COLUMNS = (
     Column("usd_per_million_output_tokens", "$/1M out", _mean("usd_per_million_output_tokens"), 3, drop=2),
     Column("failed_cells", "failed cells", lambda group: _known(len(group.failed)), counted=True),
 )
+SHARING = (
+    Column("prefix_hit_rate", "prefix hits %", _mean("prefix_hit_rate"), 1, 100),
+    Column("kv_sharing_mean", "KV shared %", _mean("kv_sharing_mean"), 1, 100, drop=6),
+)
+
+
+def columns_of(results: Results) -> tuple[Column, ...]:
+    """The columns of a run's tables: those about sharing only where a prefix cache was on."""
+    if not any(row.get("prefix_caching") for row in results.rows):
+        return COLUMNS
+    after = 1 + next(at for at, column in enumerate(COLUMNS) if column.key == "kv_fragmentation_mean")
+    return COLUMNS[:after] + SHARING + COLUMNS[after:]
 
 
 def summary(results: Results) -> list[Table]:
     """A table per variant, in the order asked."""
     return [
-        Table(_title(results, variant), _label_heads(results), tuple(results.of_variant(variant)))
+        Table(_title(results, variant), _label_heads(results), columns_of(results), tuple(results.of_variant(variant)))
         for variant in results.variants
     ]
 
@@ -120,10 +133,10 @@ def render(results: Results, fmt: str = "table", width: int = 80) -> str:
 
 def records(results: Results) -> list[dict[str, Value]]:
     """One flat row per group at full precision, in base units."""
-    return [_record(group) for group in results.groups]
+    return [_record(group, columns_of(results)) for group in results.groups]
 
 
-def _record(group: Group) -> dict[str, Value]:
+def _record(group: Group, columns: Sequence[Column]) -> dict[str, Value]:
     row: dict[str, Value] = {
         "backend": group.variant.backend,
         "reserve": group.variant.reserve,
@@ -135,7 +148,7 @@ def _record(group: Group) -> dict[str, Value]:
         "output_tokens": group.context.output_tokens,
         "repeats": len(group.ok),
     }
-    for column in COLUMNS:
+    for column in columns:
         value = column.value(group)
         row[column.key] = value.value
         if not column.counted:
@@ -176,8 +189,8 @@ def _cells(table: Table, columns: Sequence[Column], group: Group) -> list[str]:
 
 
 def _markdown(table: Table) -> str:
-    heads = [*table.label_heads, *(column.head.replace("- ", "") for column in COLUMNS)]
-    lines = [heads, ["---:"] * len(heads), *(_cells(table, COLUMNS, group) for group in table.groups)]
+    heads = [*table.label_heads, *(column.head.replace("- ", "") for column in table.columns)]
+    lines = [heads, ["---:"] * len(heads), *(_cells(table, table.columns, group) for group in table.groups)]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"### {_one_line(table.title)}\n\n{rows}\n"
 
@@ -192,8 +205,8 @@ def _text(tables: Sequence[Table], width: int) -> str:
 
     out = io.StringIO()
     console = Console(file=out, width=10_000, color_system=None, force_terminal=False, legacy_windows=False)
-    columns, left_out = list(COLUMNS), list[str]()
-    for column in sorted((column for column in COLUMNS if column.drop), key=lambda column: column.drop):
+    columns, left_out = [column for table in tables[:1] for column in table.columns], list[str]()
+    for column in sorted((column for column in columns if column.drop), key=lambda column: column.drop):
         if all(console.measure(_drawn(table, columns)).maximum <= width for table in tables):
             break
         columns.remove(column)

@@ -26,11 +26,14 @@ from kvbench.paged.blocks import BlockPool
 Pool = Slots | BlockPool
 Token = Callable[[Ordered[int]], int]
 KINDS = ("paged-1", "paged-3", "paged-16", "paged-256", "max", "declared", "pow2", "oracle")
+CACHED_KINDS = ("cached-1", "cached-3", "cached-16")
 VOCABULARY = 50
 
 
 def make_pool(kind: str, pool_tokens: int, max_model_len: int) -> Pool:
-    """The allocator that a name of `KINDS` stands for."""
+    """The allocator that a name of `KINDS` or `CACHED_KINDS` stands for."""
+    if kind.startswith("cached-"):
+        return BlockPool(pool_tokens, int(kind.removeprefix("cached-")), prefix_caching=True)
     if kind.startswith("paged-"):
         return BlockPool(pool_tokens, int(kind.removeprefix("paged-")))
     return Slots(pool_tokens, max_model_len, kind)
@@ -75,9 +78,10 @@ def cost_s(batch: Batch) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk as it was launched; `known` is what its sequence knew then."""
+    """A chunk as it was launched, in the sequence's stay of that number; `known` is what its sequence knew then."""
 
     id: int
+    stay: int
     start: int
     end: int
     samples: bool
@@ -97,7 +101,9 @@ class FakeExecutor:
     def launch(self, batch: Batch, now_s: float) -> Ticket:
         assert batch.step == len(self.batches), "steps are numbered without a gap"
         chunks = batch.chunks
-        self.batches.append([Piece(c.sequence.id, c.start, c.end, c.samples, c.sequence.known) for c in chunks])
+        self.batches.append(
+            [Piece(c.sequence.id, c.sequence.preemptions, c.start, c.end, c.samples, c.sequence.known) for c in chunks]
+        )
         for chunk in chunks:
             rows = rows_of(self._pool, chunk.sequence, chunk.end)
             tokens = chunk.sequence.tokens
@@ -160,8 +166,13 @@ class FaultyAllocator:
 
 def request(id: int, prompt: int, output: int, **more: object) -> Request:
     """A request of `prompt` tokens, each its own, that declares and gives `output` tokens."""
+    return asking(id, [(id * 31 + position) % VOCABULARY for position in range(prompt)], output, **more)
+
+
+def asking(id: int, prompt: Ordered[int], output: int = 1, **more: object) -> Request:
+    """A request of this very prompt that declares and gives `output` tokens."""
     fields: dict[str, object] = {"max_tokens": output, "output_tokens": output, **more}
-    return Request(id, tuple((id * 31 + position) % VOCABULARY for position in range(prompt)), **fields)  # type: ignore[arg-type]
+    return Request(id, tuple(prompt), **fields)  # type: ignore[arg-type]
 
 
 class Served(NamedTuple):

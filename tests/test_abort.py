@@ -7,7 +7,19 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from fakes import KINDS, FakeExecutor, Pool, answer, make_pool, request, rows_of, serve_on
+from fakes import (
+    CACHED_KINDS,
+    KINDS,
+    VOCABULARY,
+    FakeExecutor,
+    Pool,
+    answer,
+    asking,
+    make_pool,
+    request,
+    rows_of,
+    serve_on,
+)
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from test_engine import Cell, cells, check_memory, check_steps, check_times
@@ -29,20 +41,27 @@ PHASES = ("before the launch", "in flight", "after the commit")
 
 
 def check_partition(pool: Pool, engine: Engine) -> None:
-    """Every row is free or held by exactly one sequence, and by none that has ended."""
+    """Every row is free or held by a sequence that lives, and by that one alone unless the pool says that it is shared:
+    then all who hold it have filled it."""
     held = Counter[int]()
+    filled, empty = set[int](), set[int]()
     ended = engine.scheduler.ended if isinstance(engine.scheduler, StaticScheduler) else []
     for sequence in [*engine.scheduler.running, *ended]:
         if isinstance(pool, Slots):
-            held.update(rows_of(pool, sequence, max(sequence.computed, pool.asked(sequence))))
+            rows = rows_of(pool, sequence, max(sequence.computed, pool.asked(sequence)))
         else:
-            held.update(rows_of(pool, sequence, len(pool.table(sequence)) * pool.block_size))
-    assert not held or max(held.values()) == 1, "a row has two owners"
+            rows = rows_of(pool, sequence, len(pool.table(sequence)) * pool.block_size)
+        held.update(rows)
+        filled.update(rows[: 0 if sequence in ended else sequence.computed])
+        empty.update(rows[sequence.computed :])
     usage = pool.usage()
+    assert usage.saved == sum(count - 1 for count in held.values()), "a row has two owners"
+    assert all(count == 1 for row, count in held.items() if row in empty), "a shared row is not filled"
     assert usage.held + usage.free == pool.pool_tokens
     if not isinstance(pool, Slots) or pool.policy == "max":
         assert usage.held == len(held), "rows are held by none that lives"
-    assert usage.filled == sum(sequence.computed for sequence in engine.scheduler.running)
+    assert usage.filled == len(filled)
+    assert usage.filled + usage.saved == sum(sequence.computed for sequence in engine.scheduler.running)
 
 
 class Story:
@@ -86,7 +105,7 @@ class Story:
         while self.engine.pending:
             self.step()
         run = self.engine.run(self.now_s)
-        assert self.pool.usage() == Usage(0, 0, self.pool.pool_tokens), "rows leaked"
+        assert replace(self.pool.usage(), cached=0) == Usage(0, 0, self.pool.pool_tokens), "rows leaked"
         split(run)
         assert sorted(one.request for one in self.done) == [one.request for one in run.requests]
         return run
@@ -95,20 +114,24 @@ class Story:
 @settings(max_examples=300)
 @given(st.data())
 def test_aborts_and_ends_at_random(data: st.DataObject) -> None:  # sglang#11970, vllm#46283
-    kind = data.draw(st.sampled_from(KINDS))
+    """Under a prefix cache all prompts are beginnings of one text, with a few tokens of their own behind."""
+    kind = data.draw(st.sampled_from((*KINDS, *CACHED_KINDS)))
     limits = Limits(40, data.draw(st.integers(1, 24)), data.draw(st.integers(1, 6)))
     pool_tokens = data.draw(st.integers(28, 90)) * (8 if kind == "paged-256" else 1)
-    story = Story(kind, pool_tokens, limits, static=not kind.startswith("paged-") and data.draw(st.booleans()))
+    contiguous = not kind.startswith(("paged-", "cached-"))
+    story = Story(kind, pool_tokens, limits, static=contiguous and data.draw(st.booleans()))
     asked: list[Request] = []
     accepted: set[int] = set()
     for _ in range(data.draw(st.integers(1, 30))):
         new: list[Request] = []
         for _ in range(data.draw(st.integers(0, 2))):
             own_end = kind not in ("pow2", "oracle")
+            number, length = len(asked) + len(new), data.draw(st.integers(1, 24))
+            own = min(length, data.draw(st.integers(0, 4))) if kind in CACHED_KINDS else length
             new.append(
-                request(
-                    len(asked) + len(new),
-                    data.draw(st.integers(1, 24)),
+                asking(
+                    number,
+                    [*range(length - own), *((number * 31 + position) % VOCABULARY for position in range(own))],
                     16,
                     output_tokens=None if own_end else data.draw(st.integers(1, 16)),
                     stop_ids=frozenset(range(8)) if own_end else frozenset(),
@@ -126,6 +149,7 @@ def test_aborts_and_ends_at_random(data: st.DataObject) -> None:  # sglang#11970
     assert [one.request for one in run.requests] == [one.id for one in asked]
     for record, one in zip(run.requests, asked, strict=True):
         event(f"{record.status}, preempted: {record.preemptions > 0}, answered: {record.output_tokens > 0}")
+        event(f"{record.status}, hit: {record.cached_tokens > 0}")
         whole = answer(one)
         assert record.output_token_ids == whole[: record.output_tokens]
         assert record.output_tokens == len(record.token_s)
@@ -191,6 +215,26 @@ def test_an_abort_of_a_preempted_request_leaves_the_queue() -> None:
     run = story.end()
     assert statuses(run) == [(FINISHED, 4), (ABORTED, 1), (FINISHED, 4)]
     assert [one.preemptions for one in run.requests] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_abort_leaves_shared_blocks_to_whom_it_shared_them_with(who: int, phase: str) -> None:
+    requests = [asking(number, [*range(9), 20 + number], 8) for number in range(3)]
+    story = Story("cached-4", 64, Limits(32))
+    story.step(requests[0])
+    story.step(requests[1])
+    assert story.pool.usage().saved == 8
+    story.step(aborts={phase: [who]})
+    assert story.pool.usage().saved == 0
+    story.step(requests[2])
+    assert story.pool.usage().saved == 8
+    run = story.end()
+    expected = [ABORTED if number == who else FINISHED for number in range(3)]
+    assert [one.status for one in run.requests] == expected
+    assert [one.cached_tokens for one in run.requests] == [0, 8, 8]
+    for record, one in zip(run.requests, requests, strict=True):
+        assert record.output_token_ids == answer(one)[: record.output_tokens]
 
 
 def test_an_abort_in_flight_of_an_answer_that_would_have_ended_is_an_abort() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -37,13 +37,14 @@ class Cell:
     @property
     def block(self) -> int:
         """The block size, 0 on a contiguous allocator."""
-        return int(self.kind.removeprefix("paged-")) if self.kind.startswith("paged-") else 0
+        name, _, size = self.kind.partition("-")
+        return int(size) if name in ("paged", "cached") else 0
 
-    def serve(self) -> Served:
+    def serve(self, pool: Pool | None = None) -> Served:
         load: Load = ClosedLoop(self.requests, self.concurrency) if self.concurrency else OpenLoop(self.requests)
-        pool = make_pool(self.kind, self.pool_tokens, self.limits.max_model_len)
+        pool = pool or make_pool(self.kind, self.pool_tokens, self.limits.max_model_len)
         served = serve_on(pool, load, self.limits, static=self.static)
-        assert pool.usage() == Usage(0, 0, self.pool_tokens), "rows leaked"
+        assert replace(pool.usage(), cached=0) == Usage(0, 0, self.pool_tokens), "rows leaked"
         assert load.next_s() is None and load.due(1e9) == [], "requests were never asked for"
         return served
 
@@ -139,9 +140,10 @@ def check_times(served: Served) -> None:
             (record.token_s[0], record.token_s[-1]) if record.token_s else (None, None)
         )
         assert record.admitted_s == (mine[0][0].start_s if mine else None)
-        resumed = max(0, sum(piece.start == 0 for _, piece in mine) - 1)
-        gave_up = record.status == ABORTED and record.preemptions > resumed  # in the queue, after its last preemption
-        assert record.preemptions == resumed + gave_up
+        stays = [*dict.fromkeys(piece.stay for _, piece in mine)]
+        gave_up = record.status == ABORTED and 0 < record.preemptions == len(stays)  # in the queue, preempted last
+        assert stays == list(range(record.preemptions + bool(mine) - gave_up))
+        assert record.cached_tokens == (mine[0][1].start if mine else 0)
         assert record.sent_s == record.scheduled_s <= (run.end_s if record.admitted_s is None else record.admitted_s)
     assert all(before.end_s <= after.start_s < after.end_s <= run.end_s for before, after in pairwise(run.steps))
 
@@ -154,12 +156,18 @@ def check_steps(cell: Cell, served: Served) -> None:
     """
     steps, batches = served.run.steps, served.batches
     generated: dict[int, int] = defaultdict(int)
-    computed: dict[int, int] = {}
+    computed: dict[tuple[int, int], int] = {}
     for step, batch in zip(steps, batches, strict=True):
         assert 1 <= step.sequences == len(batch) == step.running <= cell.limits.max_sequences
-        assert all(p.start in (0, computed.get(p.id)) for p in batch)
+        for piece in batch:
+            if (piece.id, piece.stay) in computed:
+                assert piece.start == computed[piece.id, piece.stay]
+            elif cell.kind.startswith("cached"):
+                assert piece.start % cell.block == 0
+            else:
+                assert piece.start == 0
         assert all(p.start < p.end <= p.known and p.samples == (p.end == p.known) for p in batch)
-        computed.update({piece.id: piece.end for piece in batch})
+        computed.update({(piece.id, piece.stay): piece.end for piece in batch})
         decode = [p for p in batch if p.samples and p.end - p.start == 1 and generated[p.id]]
         for piece in batch:
             generated[piece.id] += piece.samples

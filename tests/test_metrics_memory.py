@@ -27,6 +27,7 @@ def step(number: int, start_s: float, end_s: float, used: int, held: int, pool: 
         used_tokens=used,
         held_tokens=held,
         free_tokens=pool - held,
+        logical_tokens=used,
         **zeros,
     )
 
@@ -62,7 +63,18 @@ def test_ratios_weigh_steps_by_their_time_and_leave_idle_time_out() -> None:
         "kv_efficiency_peak": 5 / 8,
         "kv_fragmentation_mean": pytest.approx((10 / 16 + 10 / 20 + 2 * 13 / 24 + 3 / 8) / 5),
         "kv_fragmentation_peak": 10 / 16,
+        "kv_sharing_mean": 0.0,
+        "kv_sharing_peak": 0.0,
     }
+
+
+def test_sharing_is_the_share_of_the_sequences_rows_that_need_no_row_of_their_own() -> None:
+    run = worked_run()
+    run.steps[1].logical_tokens, run.steps[2].logical_tokens = 10, 44
+    summary = memory_summary(run, Window("total", 0, 10))
+    assert summary["kv_sharing_mean"] == pytest.approx((0 + (1 - 8 / 10) + 2 * (1 - 11 / 44) + 0) / 5)
+    assert summary["kv_sharing_peak"] == 1 - 11 / 44
+    assert summary["kv_utilisation_peak"] == 11 / 40
 
 
 def test_a_window_cuts_the_weight_of_the_step_it_cuts() -> None:
@@ -78,6 +90,7 @@ def test_nothing_held_and_no_step_at_all_are_undefined() -> None:
     summary = memory_summary(idle, window)
     assert summary["kv_utilisation_mean"] == summary["kv_utilisation_peak"] == 0
     assert summary["kv_efficiency_mean"] is summary["kv_fragmentation_mean"] is summary["kv_fragmentation_peak"] is None
+    assert summary["kv_sharing_mean"] is summary["kv_sharing_peak"] is None
     assert set(memory_summary(replace(idle, steps=[]), window).values()) == {None}
 
 

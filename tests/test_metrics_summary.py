@@ -61,6 +61,7 @@ def test_every_column_of_a_small_run_by_hand() -> None:
         refused(REJECTED, scheduled_s=3.0),
         refused(ABORTED, scheduled_s=4.0, token_s=(9.0,)),
     )
+    requests[0].cached_tokens, requests[1].cached_tokens = 4, 8
     requests[0].preemptions, requests[2].preemptions, requests[1].truncated_tokens = 2, 1, 5
     run = run_of(*requests, end_s=10.0, steps=(idle_step(0, 1.0, 1), idle_step(1, 3.0, 3), idle_step(2, 5.0, 2)))
     run.external_fragmentation_events = 4
@@ -103,6 +104,8 @@ def test_every_column_of_a_small_run_by_hand() -> None:
         "requests_unfinished": 1,
         "requests_truncated": 1,
         "requests_one_token": 0,
+        "cached_tokens_total": 12,
+        "prefix_hit_rate": 0.4,  # 12 of 10 + 20: the others were never admitted
         "input_tokens_total": 50,
         "output_tokens_total": 8,
         "external_fragmentation_events": 4,
@@ -146,7 +149,8 @@ def test_every_request_fails() -> None:
 def test_no_request_at_all() -> None:
     row = summarise(run_of(end_s=4.0))
     assert row["requests_submitted"] == row["peak_running"] == row["duration_s"] == 0
-    for name in ("output_tokens_per_s", "requests_per_s", "attainment", "slo_met", "goodput_per_s", "ttft_mean_s"):
+    names = ("output_tokens_per_s", "requests_per_s", "attainment", "slo_met", "goodput_per_s", "ttft_mean_s")
+    for name in (*names, "prefix_hit_rate"):
         assert row[name] is None
     json.dumps(row, allow_nan=False)
 

@@ -30,6 +30,7 @@ from kvbench.engine.arena import Arena
 from kvbench.engine.model import ATTENTION, FAMILIES, REFUSED, BoundModel, check_family, register
 from kvbench.engine.scheduler import Limits
 from kvbench.errors import KvbenchError
+from kvbench.metrics.memory import split
 from kvbench.metrics.records import FINISHED, Run
 from kvbench.paged.blocks import BlockPool
 
@@ -37,6 +38,9 @@ NEW_TOKENS = 64
 PROMPT_LENGTHS = (3, 40, 11, 26, 17, 5)
 LIMITS = Limits(max_model_len=max(PROMPT_LENGTHS) + NEW_TOKENS, max_batched_tokens=16, max_sequences=4)
 POOL = 3 * LIMITS.max_model_len
+
+PREFIXES = ((20, 3), (20, 9), (12, 1), (20, 0), (17, 6), (20, 9), (9, 20), (20, 1))
+"""Of each prompt in the test of the prefix cache: tokens of a common text, and of its own."""
 
 Allocators = Slots | BlockPool
 BACKENDS: dict[str, Callable[[], Allocators]] = {
@@ -105,6 +109,23 @@ def test_a_preemption_at_any_moment_changes_no_token(backend: str) -> None:
         if not any(request.preemptions for request in run.requests):
             break
     assert moment > len(prompts) * new_tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_tokens_found_in_the_prefix_cache_change_no_token(family: str) -> None:
+    """Prompts that begin alike, in a pool so tight that sequences are preempted and find their own blocks again."""
+    draw, new_tokens = random.Random(2), 32
+    common = [draw.randrange(VOCAB) for _ in range(20)]
+    prompts = [common[:cut] + [draw.randrange(VOCAB) for _ in range(own)] for cut, own in PREFIXES]
+    pair = case(family).pair
+    pool = BlockPool(123, block_size=3, prefix_caching=True)
+    run = answer(pair.model, pool, prompts, new_tokens=new_tokens, limits=LIMITS)
+    assert departures(run, generate(pair.reference, prompts, new_tokens)) == []
+    parts = split(run)
+    assert sum(record.cached_tokens > 0 for record in run.requests) >= 4
+    assert all(record.cached_tokens % 3 == 0 and record.cached_tokens < record.input_tokens for record in run.requests)
+    assert sum(record.preemptions for record in run.requests) > 0
+    assert (parts.pool == 123).all() and any(step.logical_tokens > step.used_tokens for step in run.steps)
 
 
 def misplaced(kind: str) -> tuple[Allocators, type[Arena]]:

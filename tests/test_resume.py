@@ -194,6 +194,8 @@ CHANGED_FLAGS = {
     "--temperature": ["--temperature", "0.5"],
     "--save-tokens": ["--save-tokens"],
     "--metadata": ["--metadata", "color=red"],
+    "--enable-prefix-caching": ["--enable-prefix-caching"],
+    "--prefix-len": ["--prefix-len", "4"],
     "--model": ["--model", "bench-40m"],
 }
 
@@ -268,6 +270,21 @@ def test_force_goes_on_with_the_runs_own_plan_and_marks_it(
     shown = capsys.readouterr()
     assert "! resumed by --force although --" in shown.out and "because of --force" in shown.err
     assert "resumed by --force although --" in Path("out/report.html").read_text()
+
+
+def test_what_cells_share_stays_under_force() -> None:
+    """Rows with and without a prefix cache, or after another prefix, would be means of nothing."""
+    interrupted(*GRID, "--enable-prefix-caching", "--cache-salt", "a", "--prefix-len", "20", after=1)
+    sweep(*GRID, "--resume", "--force")
+    folder = RunFolder.open("out")
+    for row in folder.rows():
+        assert row["prefix_caching"] is (row["backend"] == "paged") and row["prefix_tokens"] == 20
+    was = (
+        "--enable-prefix-caching was True, is False",
+        "--cache-salt was a, is not given",
+        "--prefix-len was 20, is 0",
+    )
+    assert folder.manifest["forced"] == [f"{line} (stays)" for line in was]
 
 
 def test_without_output_the_latest_unfinished_run_is_taken_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,8 +362,12 @@ def test_a_configuration_comes_back_from_run_json_as_it_was() -> None:
         slos=parse_objectives(["ttft:p99:1500", "tpot:50"], None),
         metadata=parse_metadata(["a=1", "b=2"]),
         price_usd_per_hour=1 / 3,
+        prefix_caching=True,
+        cache_salts=("a", "b"),
     )
-    for one in (config, replace(config, contexts=None, loads=None, dataset="jsonl", dataset_path=Path("a/b.jsonl"))):
+    plain = replace(config, prefix_caching=False, cache_salts=("",), prefix_tokens=7)
+    file = replace(config, contexts=None, loads=None, dataset="jsonl", dataset_path=Path("a/b.jsonl"))
+    for one in (config, plain, file):
         assert SweepConfig.of(json.loads(json.dumps(one.facts()))) == one
         assert not differences({"config": json.loads(json.dumps(one.facts()))}, {"config": one.facts()})
 

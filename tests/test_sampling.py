@@ -199,12 +199,12 @@ def test_a_sample_is_the_same_alone_and_among_32(backend: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", [EVERYTHING, Sampling(repetition_penalty=1.4)])
-@pytest.mark.parametrize("backend", ["contiguous", "paged"])
+@pytest.mark.parametrize("backend", ["contiguous", "paged", "paged with a prefix cache"])
 def test_a_preemption_changes_no_sample(backend: str, sampling: Sampling) -> None:  # vllm PR#5349
     limits, prompts = Limits(LONGEST, 16, 4), PROMPTS[:8]
     calm = answer(PAIR.model, Slots(8 * LONGEST, LONGEST), prompts, new_tokens=NEW_TOKENS, limits=limits,
                   sampling=sampling)  # fmt: skip
-    pool: Slots | BlockPool = BlockPool(96, 3)
+    pool: Slots | BlockPool = BlockPool(90, 3, prefix_caching=backend.endswith("cache"))
     if backend == "contiguous":
         pool = interrupted(Slots(4 * LONGEST, LONGEST), lambda asked: asked % 37 == 0)
     rough = answer(PAIR.model, pool, prompts, new_tokens=NEW_TOKENS, limits=limits, sampling=sampling)

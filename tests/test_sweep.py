@@ -124,6 +124,60 @@ def test_at_equal_bytes_only_equal_slots_are_bound_by_the_longest_request() -> N
     assert answers[0] == answers[1] == answers[2]
 
 
+PREFIX = ("--prefix-len", "37", "--num-prompts", "12", "--save-tokens", "--num-warmups", "0")
+
+
+def test_a_shared_prefix_is_found_only_by_the_paged_backend_and_only_where_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = sweep(*QUICK, *PREFIX, "--enable-prefix-caching", "--repeats", "2", "--kv-memory", f"{4096 * 400}")
+    answers = {}
+    for row in folder.rows():
+        run = folder.run(row["cell"])
+        prompts = [request.prompt_token_ids or [] for request in run.requests]
+        assert len({tuple(prompt[:37]) for prompt in prompts}) == 1 and len({*map(tuple, prompts)}) == 12
+        assert all(len(prompt) == 37 + 12 for prompt in prompts) and row["prefix_tokens"] == 37
+        assert all(request.cached_tokens in (0, 32) for request in run.requests)
+        assert row["cached_tokens_total"] == sum(request.cached_tokens for request in run.requests)
+        assert row["prefix_hit_rate"] == row["cached_tokens_total"] / (12 * 49)
+        assert all(request.cached_tokens == 0 for request in run.requests[:3]), "something of another cell was found"
+        paged = row["backend"] == "paged"
+        assert row["prefix_caching"] is paged is (row["prefix_hit_rate"] >= 0.4) is (row["kv_sharing_peak"] > 0.3)
+        answers[row["backend"], row["repeat"]] = prompts, [request.output_token_ids for request in run.requests]
+    assert all(answers["paged", repeat] == answers["contiguous", repeat] for repeat in (0, 1))
+    assert answers["paged", 0] != answers["paged", 1]
+    shown = capsys.readouterr()
+    assert "that all share" in shown.err and "hits" in shown.out and "shared" in shown.out
+    assert "KV shared" in (folder.path / "report.html").read_text()
+
+
+def test_two_equal_cells_find_nothing_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:  # vllm#54227
+    folder = sweep(*QUICK, *PREFIX, "--backend", "paged", "--concurrency", "3,3")
+    first, second = folder.rows()
+    for row in (first, second):
+        assert row["prefix_caching"] is False and row["prefix_hit_rate"] == row["kv_sharing_peak"] == 0
+    for name in ("kv_utilisation_peak", "peak_running", "steps", "output_tokens_total"):
+        assert first[name] == second[name]
+    assert "hits" not in capsys.readouterr().out and "KV shared" not in (folder.path / "report.html").read_text()
+
+
+def test_requests_of_different_salts_share_nothing() -> None:  # vllm#44701
+    flags = (
+        "--enable-prefix-caching",
+        "--backend",
+        "paged",
+        "--concurrency",
+        "1",
+        "--repeats",
+        "1",
+        "--kv-memory",
+        "1MiB",
+    )
+    (row,) = sweep(*TINY, *PREFIX, *flags, "--cache-salt", "a,b").rows()
+    cached = [request.cached_tokens for request in RunFolder.open("out").run(row["cell"]).requests]
+    assert cached == [0, 0] + [32] * 10
+
+
 BAD = {
     "an unknown backend": (["--backend", "pagd"], "did you mean paged?"),
     "an unknown policy": (["--reserve", "maxx"], "did you mean max?"),
@@ -183,6 +237,10 @@ BAD = {
     "an unknown format": (["--format", "xml"], "--format"),
     "no model folder": (["--model", "./nothing"], "./nothing"),
     "output under a file": (["--output", "file/run"], "file"),
+    "a prefix of negative length": (["--prefix-len", "-1"], "--prefix-len"),
+    "a prefix where prompts are given": (["--dataset", "support", "--prefix-len", "8"], "--prefix-len"),
+    "a salt without a cache": (["--cache-salt", "a"], "--enable-prefix-caching"),
+    "a prefix cache that nothing has": (["--enable-prefix-caching", "--backend", "contiguous"], "add paged"),
     "pow2 without lengths": (["--reserve", "pow2", "--no-ignore-eos"], "--ignore-eos"),
 }
 

@@ -65,6 +65,17 @@ def test_random_rows_follow_the_seed_and_nothing_else_moves_them() -> None:
     assert [row.prompt for row in longer_answers] == [row.prompt for row in rows]
 
 
+def test_a_shared_prefix_comes_on_top_and_moves_no_other_draw() -> None:
+    plain = RandomTokens(Lengths(30, 0.5), Lengths(20, 0.5), vocab_size=500)
+    shared = RandomTokens(Lengths(30, 0.5), Lengths(20, 0.5), vocab_size=500, excluded=frozenset(), prefix=80)
+    without, rows = plain.draw(20, seed=3), shared.draw(20, seed=3)
+    assert [row.prompt[80:] for row in rows] == [row.prompt for row in without]
+    assert [row.output_tokens for row in rows] == [row.output_tokens for row in without]
+    assert len({row.prompt[:80] for row in rows}) == 1 and len(set(rows[0].prompt[:80])) > 40
+    assert shared.draw(1, seed=4)[0].prompt[:80] != rows[0].prompt[:80]
+    assert (shared.longest_input, shared.longest_output) == (80 + 45, 30)
+
+
 def test_an_answers_length_says_nothing_about_its_prompts() -> None:
     rows = RandomTokens(Lengths(50, 0.9), Lengths(50, 0.9), vocab_size=500).draw(2_000, seed=0)
     r = correlation([len(row.prompt) for row in rows], [row.output_tokens for row in rows])

@@ -54,13 +54,15 @@ class Dataset(Protocol):
 class RandomTokens:
     """Prompts of uniformly random ids in [0, vocab_size) without the `excluded` (special) ones.
 
-    Nothing is shared between prompts: two of n tokens are equal with probability (allowed ids) ** -n.
+    Each begins with the same `prefix` tokens, which come on top of the drawn length (vLLM's `--random-prefix-len`).
+    Behind them nothing is shared: two of n tokens are equal with probability (allowed ids) ** -n.
     """
 
     input: Lengths
     output: Lengths
     vocab_size: int
     excluded: frozenset[int] = frozenset()
+    prefix: int = 0
 
     name: ClassVar[str] = "random"
 
@@ -70,22 +72,23 @@ class RandomTokens:
 
     @property
     def longest_input(self) -> int:
-        return self.input.longest
+        return self.prefix + self.input.longest
 
     @property
     def longest_output(self) -> int:
         return self.output.longest
 
     def draw(self, count: int, seed: int) -> list[Drawn]:
-        """`count` prompts; lengths and ids come from streams of their own."""
+        """`count` prompts; lengths, ids and the prefix come from streams of their own."""
         inputs = self.input.draw(count, stream(seed, "lengths.input"))
         outputs = self.output.draw(count, stream(seed, "lengths.output"))
         allowed = self._allowed()
         ids = allowed[stream(seed, "tokens").integers(0, allowed.size, size=sum(inputs))].tolist()
+        prefix = tuple(allowed[stream(seed, "tokens.prefix").integers(0, allowed.size, size=self.prefix)].tolist())
         ends = [0]
         for length in inputs:
             ends.append(ends[-1] + length)
-        return [Drawn(tuple(ids[a:b]), output) for (a, b), output in zip(pairwise(ends), outputs, strict=True)]
+        return [Drawn((*prefix, *ids[a:b]), output) for (a, b), output in zip(pairwise(ends), outputs, strict=True)]
 
     def _allowed(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         import numpy as np

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvbench.engine.types import GREEDY, Request, Sampling
@@ -110,12 +110,13 @@ def draw_requests(
     sampling: Sampling = GREEDY,
     ignore_eos: bool = True,
     stop_ids: frozenset[int] = frozenset(),
+    cache_salts: Sequence[str] = ("",),
 ) -> list[Request]:
     """`count` requests with ids from 0, each sampled as `sampling` says but with a seed of its own.
 
     `max_tokens` is declared by all of them (default: the longest answer `dataset` can draw), `arrivals` gives their
     `scheduled_s` (default 0: a closed loop sets it). With `ignore_eos` an answer has exactly its drawn length; without,
-    it ends at one of `stop_ids` or at `max_tokens`.
+    it ends at one of `stop_ids` or at `max_tokens`. The requests take the `cache_salts` in turns.
     """
     if count < 1:
         raise KvbenchError(f"--num-prompts must be at least 1, not {count}")
@@ -139,6 +140,7 @@ def draw_requests(
             scheduled_s=time_s,
             sampling=replace(sampling, seed=sampling_seed),
             stop_ids=frozenset() if ignore_eos else stop_ids,
+            cache_salt=cache_salts[index % len(cache_salts)],
         )
         for index, (drawn, time_s, sampling_seed) in enumerate(
             zip(dataset.draw(count, seed), times, seeds, strict=True)

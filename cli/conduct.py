@@ -131,14 +131,18 @@ def _check_output(output: Path | None) -> None:
 
 
 def _prepared(config: SweepConfig, say: Console) -> Job:
-    _mind_others(say)
+    others = _mind_others()
     with say.status("loading torch and the model"):
         from kvbench.cli.job import prepare
 
         lost = unusable_gpu() if config.device is None else None
         if lost:
             say.print(f"kvbench: {lost}; measuring the CPU", style="bold red", markup=False)
-        return prepare(config)
+        job = prepare(config)
+    if others > BUSY:
+        line = f"kvbench: other programs use {others:.0%} of this CPU: times will be longer and vary, ratios too"
+        say.print(line, style="bold red", markup=False, soft_wrap=True)
+    return job
 
 
 def _warmed_up(job: Job, say: Console) -> tuple[float | None, dict[str, float]]:
@@ -148,13 +152,14 @@ def _warmed_up(job: Job, say: Console) -> tuple[float | None, dict[str, float]]:
         return warm_up(job)
 
 
-def _mind_others(say: Console) -> None:
-    """Where other programs use the CPU, say so, and let torch's threads sleep while they wait for each other: spinning
-    beside somebody else's work is several times slower, and on an idle machine faster. torch reads this when loaded."""
-    if (others := cpu_in_use()) > BUSY:
+def _mind_others() -> float:
+    """The share of the CPU that other programs use. Where it counts, torch's threads shall sleep while they wait for
+    each other: spinning beside somebody else's work is several times slower, and on an idle machine faster. torch reads
+    this when it is loaded."""
+    others = cpu_in_use()
+    if others > BUSY:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        line = f"kvbench: other programs use {others:.0%} of this CPU: times will be longer and vary, ratios too"
-        say.print(line, style="bold red", markup=False, soft_wrap=True)
+    return others
 
 
 def _announce(job: Job, say: Console) -> None:

@@ -29,10 +29,10 @@ CPU_LOADS = (LoadPoint(concurrency=4), LoadPoint(concurrency=16))
 CPU_CONTEXT = Context(64, 40)
 GPU_LOADS = tuple(LoadPoint(concurrency=users) for users in (1, 8, 64, 256))
 GPU_CONTEXT = Context(1024, 256)
-REPEATS = 4
+REPEATS = 6
 FEWEST_REPEATS = 2
-PATIENCE_S = 150.0
-"""Without a word from the user a sweep has four repeats (an even number, so that neither backend comes first more
+PATIENCE_S = 155.0
+"""Without a word from the user a sweep has six repeats (an even number, so that neither backend comes first more
 often), or as many as fit this time, but never less than two: one repeat proves nothing."""
 
 RANGE_RATIO = 0.8
@@ -54,10 +54,14 @@ class Job:
     model_load_s: float
     choices: dict[str, str]
 
+    def prompts(self, cell: Cell) -> int:
+        """How many requests the cell asks."""
+        return self.config.prompts or default_prompts(cell, self.device.kind)
+
     def requests(self, cell: Cell) -> list[Request]:
         """What the cell asks; the same for every variant of a repeat."""
         config = self.config
-        count = config.prompts or default_prompts(cell, self.device.kind)
+        count = self.prompts(cell)
         arrivals = None
         if cell.request_rate is not None:
             arrivals = schedule(
@@ -92,9 +96,9 @@ class Job:
 
 
 def default_prompts(cell: Cell, device: str) -> int:
-    """Four rounds of every client on a CPU, eight on a GPU; half a minute of an open loop."""
+    """Three rounds of every client on a CPU, eight on a GPU; half a minute of an open loop."""
     if cell.concurrency is not None:
-        return cell.concurrency * (4 if device == "cpu" else 8)
+        return cell.concurrency * (3 if device == "cpu" else 8)
     assert cell.request_rate is not None
     return max(16, round(cell.request_rate * 30))
 
@@ -103,7 +107,7 @@ def prepare(config: SweepConfig) -> Job:
     """Choose, check and load. Raises KvbenchError for all that the user can mend, before anything is written."""
     from kvbench.engine.environment import find_device
     from kvbench.engine.model import check_family, kv_shape
-    from kvbench.engine.weights import find_source, load_config, load_model, load_tokenizer
+    from kvbench.engine.weights import find_source, load_config, load_model, load_tokenizer, unpack
 
     device = find_device(config.device)
     choices: dict[str, str] = {}
@@ -118,9 +122,10 @@ def prepare(config: SweepConfig) -> Job:
     datasets = _datasets(config, device, hf_config, tokenizer, choices)
     max_model_len = config.max_model_len or _longest(config, datasets, choices)
     plan = cells(config.variants, loads, list(datasets), config.repeats or REPEATS, config.seed)
+    weighted = unpack(source, _torch(dtype)) if source.gguf and config.weights == "auto" else source
     started_s = time.perf_counter()
     model = load_model(
-        source,
+        weighted,
         weights=config.weights,
         dtype=_torch(dtype),
         device=device.torch,

@@ -14,6 +14,7 @@ from kvbench.cli.config import SweepConfig
 from kvbench.engine.environment import peak_memory_bytes, versions
 from kvbench.errors import KvbenchError
 from kvbench.metrics.store import RunFolder
+from kvbench.workloads.datasets import RandomTokens
 
 if TYPE_CHECKING:
     from kvbench.cli.job import Job
@@ -33,6 +34,7 @@ def manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
         "device": job.device.facts(),
         "environment": environment,
         "config": config.facts(),
+        "effective": _effective(job),
         "choices": job.choices,
         "kv": kv_facts(job),
         "dataset": {**dataset_facts(config), "lengths": lengths(job)},
@@ -44,6 +46,24 @@ def manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
         "timings": {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s},
         "sessions": [session],
         "cells": [asdict(cell) for cell in job.cells],
+    }
+
+
+def _effective(job: Job) -> dict[str, Any]:
+    """What `config` left open, as it was measured: lengths by context, requests by cell of the first repeat."""
+    return {
+        "repeats": job.repeats,
+        "ignore_eos": job.ignore_eos,
+        "lengths": [
+            {
+                **asdict(context),
+                "longest_input": data.longest_input,
+                "longest_output": data.longest_output,
+                "range_ratio": data.input.range_ratio if isinstance(data, RandomTokens) else None,
+            }
+            for context, data in job.datasets.items()
+        ],
+        "prompts": {cell.id: job.prompts(cell) for cell in job.cells if cell.repeat == 0},
     }
 
 

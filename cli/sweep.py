@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,97 +11,102 @@ from kvbench.cli import config as flags
 from kvbench.errors import KvbenchError
 from kvbench.workloads.arrivals import KINDS as ARRIVALS
 
-WHAT, MEMORY, ENGINE, LOAD, RESULT = (
-    partial(typer.Option, rich_help_panel=panel) for panel in ("What", "Memory", "Engine", "Load", "Result")
-)
-
 
 def sweep(
     backend: Annotated[str, typer.Option(help="Backends to compare.")] = "contiguous,paged",
     model: Annotated[
         str | None,
-        WHAT(help="Built-in shape, folder, config.json, .gguf or hub name."),
+        typer.Option(help="Built-in shape, folder, config.json, .gguf or hub name."),
     ] = None,
-    weights: Annotated[str, WHAT(help="auto | random")] = "auto",
-    dtype: Annotated[str | None, WHAT(help="auto | float32 | bfloat16 | float16")] = None,
-    device: Annotated[str | None, WHAT(help="cpu | cuda | cuda:N")] = None,
-    kv_memory: Annotated[str | None, MEMORY(help="KV budget, the same for each backend, as 4GiB.")] = None,
-    gpu_memory_utilization: Annotated[float, MEMORY(help="Share of a GPU's free memory for the KV cache.")] = 0.9,
+    weights: Annotated[str, typer.Option(help="auto | random")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="auto | float32 | bfloat16 | float16")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu | cuda | cuda:N")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="KV budget, the same for each backend, as 4GiB.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU's free memory for the KV cache.")] = 0.9,
     max_model_len: Annotated[
         int | None,
-        MEMORY(help="Longest prompt + answer; default: the grid's longest."),
+        typer.Option(help="Longest prompt + answer; default: the grid's longest."),
     ] = None,
-    block_size: Annotated[int, MEMORY(help="Tokens a block (paged).")] = 16,
+    block_size: Annotated[int, typer.Option(help="Tokens a block (paged).")] = 16,
     enable_prefix_caching: Annotated[
         bool,
-        MEMORY(
+        typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             help="Share the full blocks of equal beginnings (paged).",
         ),
     ] = False,
-    cache_salt: Annotated[str | None, MEMORY(help="Share only within a salt; requests take a list's in turns.")] = None,
-    reserve: Annotated[
-        str | None, MEMORY(help="Contiguous: max (default) | declared | pow2 | oracle, a list too.")
+    cache_salt: Annotated[
+        str | None, typer.Option(help="Share only within a salt; requests take a list's in turns.")
     ] = None,
-    overflow: Annotated[str, MEMORY(help="reject | truncate what exceeds --max-model-len.")] = "reject",
-    batching: Annotated[str | None, ENGINE(help="Contiguous: continuous (default) | static, a list too.")] = None,
-    max_num_batched_tokens: Annotated[int, ENGINE(help="Token budget of a step.")] = 2048,
-    max_num_seqs: Annotated[int, ENGINE(help="Most sequences running at once.")] = 256,
+    reserve: Annotated[
+        str | None, typer.Option(help="Contiguous: max (default) | declared | pow2 | oracle, a list too.")
+    ] = None,
+    overflow: Annotated[str, typer.Option(help="reject | truncate what exceeds --max-model-len.")] = "reject",
+    batching: Annotated[str | None, typer.Option(help="Contiguous: continuous (default) | static, a list too.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step.")] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences running at once.")] = 256,
     max_tokens: Annotated[
         int | None,
-        ENGINE(help="Declared to the engine; default: the longest answer drawn."),
+        typer.Option(help="Declared to the engine; default: the longest answer drawn."),
     ] = None,
-    temperature: Annotated[float, ENGINE(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, ENGINE(help="Draw from the likeliest tokens that reach this together.")] = 1.0,
-    repetition_penalty: Annotated[float, ENGINE(help="Above 1: less of what prompt and answer have.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this together.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less of what prompt and answer have.")] = 1.0,
     ignore_eos: Annotated[
         bool | None,
-        ENGINE(help="Answers have their drawn length (default but for jsonl)."),
+        typer.Option(help="Answers have their drawn length (default but for jsonl)."),
     ] = None,
     request_timeout: Annotated[
-        str | None, ENGINE(help="Abort a request this long after it was scheduled, as 30s.")
+        str | None, typer.Option(help="Abort a request this long after it was scheduled, as 30s.")
     ] = None,
-    concurrency: Annotated[str | None, LOAD(help="Closed loop: users, as 1,8,64 or 1-64*2.")] = None,
-    request_rate: Annotated[str | None, LOAD(help="Open loop: requests per second, a list too.")] = None,
-    arrivals: Annotated[str | None, LOAD(help="poisson (default) | gamma | constant, of an open loop.")] = None,
-    burstiness: Annotated[float | None, LOAD(help="Shape of gamma arrivals: below 1 is bursty.")] = None,
-    dataset: Annotated[str, LOAD("--dataset", "--dataset-name", help="random | support | jsonl")] = "random",
-    dataset_path: Annotated[Path | None, LOAD(help="File of --dataset jsonl.")] = None,
+    concurrency: Annotated[str | None, typer.Option(help="Closed loop: users, as 1,8,64 or 1-64*2.")] = None,
+    request_rate: Annotated[str | None, typer.Option(help="Open loop: requests per second, a list too.")] = None,
+    arrivals: Annotated[str | None, typer.Option(help="poisson (default) | gamma | constant, of an open loop.")] = None,
+    burstiness: Annotated[float | None, typer.Option(help="Shape of gamma arrivals: below 1 is bursty.")] = None,
+    dataset: Annotated[str, typer.Option("--dataset", "--dataset-name", help="random | support | jsonl")] = "random",
+    dataset_path: Annotated[Path | None, typer.Option(help="File of --dataset jsonl.")] = None,
     input_len: Annotated[
         str | None,
-        LOAD("--input-len", "--random-input-len", help="Prompt tokens, a list too."),
+        typer.Option("--input-len", "--random-input-len", help="Prompt tokens, a list too."),
     ] = None,
     output_len: Annotated[
         str | None,
-        LOAD("--output-len", "--random-output-len", help="Answer tokens, a list too."),
+        typer.Option("--output-len", "--random-output-len", help="Answer tokens, a list too."),
     ] = None,
     range_ratio: Annotated[
         float | None,
-        LOAD("--range-ratio", "--random-range-ratio", help="Lengths vary by ± this share."),
+        typer.Option("--range-ratio", "--random-range-ratio", help="Lengths vary by ± this share."),
     ] = None,
     prefix_len: Annotated[
         int,
-        LOAD("--prefix-len", "--random-prefix-len", help="Tokens with which all prompts begin, before --input-len."),
+        typer.Option(
+            "--prefix-len", "--random-prefix-len", help="Tokens with which all prompts begin, before --input-len."
+        ),
     ] = 0,
-    num_prompts: Annotated[int | None, LOAD(help="Requests a cell.")] = None,
-    cell_timeout: Annotated[str | None, LOAD(help="End a cell after this long, as 10m; its row says so.")] = None,
-    num_warmups: Annotated[int, LOAD(help="Requests before the first cell.")] = 4,
-    repeats: Annotated[
-        int | None, LOAD(help="Independent repeats of every point; default: 2 to 5, as time allows.")
+    num_prompts: Annotated[int | None, typer.Option(help="Requests a cell.")] = None,
+    cell_timeout: Annotated[
+        str | None, typer.Option(help="End a cell after this long, as 10m; its row says so.")
     ] = None,
-    seed: Annotated[int, LOAD(help="Seed of the first repeat.")] = 0,
-    slo: Annotated[list[str] | None, RESULT(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
-    goodput: Annotated[str | None, RESULT(help="Alias: ttft:1500,tpot:50 (each request).")] = None,
-    price: Annotated[float | None, RESULT(help="US dollars per device-hour.")] = None,
-    metadata: Annotated[list[str] | None, RESULT(help="key=value, kept.")] = None,
-    save_tokens: Annotated[bool, RESULT("--save-tokens", help="Keep every token id.")] = False,
-    output: Annotated[Path | None, RESULT(help="Run folder; default runs/<time>-<model>.")] = None,
-    output_format: Annotated[str, RESULT("--format", help="table | markdown | csv | json")] = "table",
+    num_warmups: Annotated[int, typer.Option(help="Requests before the first cell.")] = 4,
+    repeats: Annotated[
+        int | None, typer.Option(help="Independent repeats of every point; default: 2 to 5, as time allows.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first repeat.")] = 0,
+    slo: Annotated[list[str] | None, typer.Option(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
+    goodput: Annotated[str | None, typer.Option(help="Alias: ttft:1500,tpot:50 (each request).")] = None,
+    price: Annotated[float | None, typer.Option(help="US dollars per device-hour.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option(help="key=value, kept.")] = None,
+    save_tokens: Annotated[bool, typer.Option("--save-tokens", help="Keep every token id.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Run folder; default runs/<time>-<model>.")] = None,
+    output_format: Annotated[str, typer.Option("--format", help="table | markdown | csv | json")] = "table",
     resume: Annotated[
-        bool, RESULT("--resume", help="Measure only what the run of --output (default: the latest unfinished) lacks.")
+        bool,
+        typer.Option("--resume", help="Measure only what the run of --output (default: the latest unfinished) lacks."),
     ] = False,
-    force: Annotated[bool, RESULT("--force", help="Resume although flags, device or version changed; marked.")] = False,
-    dry_run: Annotated[bool, RESULT("--dry-run", help="Say what would run and how long, then stop.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Resume although flags, device or version changed; marked.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and how long, then stop.")] = False,
 ) -> None:
     """Measure both KV-cache layouts over a grid of load and context length.
 

@@ -49,12 +49,15 @@ def test_a_sweep_leaves_a_readable_folder_tables_and_a_sentence(capsys: pytest.C
     assert all(float(row["model_load_s"]) > 0 and float(row["cold_first_token_s"]) > 0 for row in rows)
     assert "<h1" in (folder.path / "report.html").read_text()
     assert "at once" in shown.out and "paged" in shown.out and "report.html" in shown.out
+    effective = folder.manifest["effective"]
+    assert effective["lengths"][0]["range_ratio"] == 0.5 and effective["lengths"][0]["longest_input"] == 18
+    assert set(effective["prompts"].values()) == {6, 15} and effective["repeats"] == 2
     assert "cell 8/8" in shown.err and "Traceback" not in shown.err
     for row in folder.rows():
         run = folder.run(row["cell"])
         parts = split(run)
         assert (parts.pool == row["pool_tokens"]).all()
-        assert len(run.requests) == row["requests_finished"] == 4 * row["concurrency"]
+        assert len(run.requests) == row["requests_finished"] == 3 * row["concurrency"]
         assert all(request.sent_s == request.scheduled_s for request in run.requests)
 
 
@@ -338,7 +341,7 @@ def test_a_cell_that_takes_too_long_is_ended_and_keeps_what_it_measured() -> Non
     for row in folder.rows():
         run = folder.run(row["cell"])
         assert row["status"] == "timeout"
-        assert row["reason"] == "ended by --cell-timeout 0.2s: 3 unfinished, 9 never asked"
+        assert row["reason"] == "ended by --cell-timeout 0.2s: 3 unfinished, 6 never asked"
         assert (row["requests_submitted"], row["requests_unfinished"], row["attainment"]) == (3, 3, 0)
         assert run.steps[-1].start_s < 0.2 <= run.end_s and row["output_tokens_per_s"] > 0
         split(run)
@@ -353,7 +356,7 @@ def test_timeouts_that_nothing_reaches_change_nothing() -> None:
 
 def test_truncated_prompts_are_served_and_counted() -> None:
     folder = sweep(*QUICK, "--max-model-len", "16", "--overflow", "truncate")
-    assert all(row["requests_truncated"] == 12 and row["status"] == "ok" for row in folder.rows())
+    assert all(row["requests_truncated"] == 9 and row["status"] == "ok" for row in folder.rows())
 
 
 def test_a_dry_run_says_what_would_happen_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvbench.metrics.store import RunFolder
-from kvbench.reports.contests import PRIMARY, focus
+from kvbench.reports.contests import PRIMARY, able_variants, contests, focus, reference
 from kvbench.reports.figure import Figure, Look, apart, looks, of_context
 from kvbench.reports.groups import Group, Load, Results, Variant
 from kvbench.reports.memory_chart import memory
@@ -65,7 +65,7 @@ def throughput(results: Results) -> Figure:
     unit = "requests per second asked" if any(load.rate_per_s is not None for load in results.loads) else "users"
     repeats = max(len(group.ok) for group in results.groups)
     band = f"{percent(0.95)} interval of {repeats} repeats" if repeats > 1 else "one repeat, so no interval"
-    title = _title(lines, names)
+    title = _title(lines, names) + ("" if _told_apart(results) else "; no difference is proven")
     where = "by load" if len(x) > 1 else f"at {results.loads[0]}, one load only"
     subtitle = f"Output tokens per second {where}; {band}{of_context(results)}"
     return Figure(
@@ -75,6 +75,13 @@ def throughput(results: Results) -> Figure:
         (unit, "out tok/s", f"{percent(0.95)} interval", "repeats"),
         tuple((names[variant], tuple(_number_row(group) for group in groups)) for variant, groups in lines.items()),
     )
+
+
+def _told_apart(results: Results) -> bool:
+    """Whether any two variants are proven different at any load; also where there is nothing to compare."""
+    able = able_variants(results)
+    others = [variant for variant in able if variant != reference(able)]
+    return not others or any(duel.proven for other in others for duel in contests(results, reference(able), other))
 
 
 def _title(lines: dict[Variant, list[Group]], names: dict[Variant, str]) -> str:

@@ -159,6 +159,13 @@ def test_figures_are_the_same_twice_and_follow_the_theme(tmp_path: Path) -> None
         assert used <= LIGHT.keys() == DARK.keys()
 
 
+@pytest.mark.parametrize("faster", [1.0, 2.0])
+def test_a_title_claims_no_difference_that_is_not_proven(faster: float, tmp_path: Path) -> None:
+    folder = both(tmp_path / "run", loads=[5], faster=faster)
+    title = figures(folder, Results.of(folder))[0].title
+    assert title.endswith("; no difference is proven") == (faster == 1.0)
+
+
 def test_the_numbers_behind_the_charts(tmp_path: Path) -> None:
     """One wave of 5: 20, 25, 30 and 35 of 80 rows used, 35 at the end of each request's stay, 80 held."""
     folder = make(tmp_path / "run")

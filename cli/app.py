@@ -22,7 +22,7 @@ from kvbench.errors import KvbenchError
 
 COMMANDS = {
     "sweep": "Measure both KV-cache layouts over a grid of concurrency and context length.",
-    "report": "Render one or several runs again as one self-contained HTML page.",
+    "report": "Render a stored run again: tables, sentence and one self-contained HTML page.",
 }
 
 USER_ERROR = 2

@@ -173,7 +173,7 @@ def _announce(job: Job, say: Console) -> None:
         "device": f"{job.device.name}, {_cores(job)}",
         "model": f"{job.source.name}, {real}, loaded in {job.model_load_s:.1f} s",
         "dtype": f"{dtype}, {per_token:,} bytes of KV a token",
-        "kv_memory": f"{pool:,.0f} MiB = {cache.pool_tokens:,} tokens, the same for each backend"
+        "kv_memory": f"{pool:,.{0 if pool >= 10 else 2}f} MiB = {cache.pool_tokens:,} tokens, the same for each backend"
         + (", paged with a prefix cache" if cache.prefix_caching else ""),
         "max_model_len": f"{cache.max_model_len} tokens",
         "concurrency": _loads(job),

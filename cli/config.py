@@ -234,8 +234,10 @@ def parse_variants(
     """`--backend`, `--reserve` and `--batching` as rows of the comparison; the last two belong to the contiguous
     backend alone."""
     names = [choice(item, known, "--backend") for item in backends.split(",")]
-    rules = [choice(item, policies, "--reserve") for item in (reserves or "max").split(",")]
-    batchings = [choice(item, BATCHINGS, "--batching") for item in (batching or "continuous").split(",")]
+    rules = [choice(item, policies, "--reserve") for item in ("max" if reserves is None else reserves).split(",")]
+    batchings = [
+        choice(item, BATCHINGS, "--batching") for item in ("continuous" if batching is None else batching).split(",")
+    ]
     if "contiguous" not in names:
         for flag, value in (("--reserve", reserves), ("--batching", batching)):
             if value is not None:

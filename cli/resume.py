@@ -26,6 +26,7 @@ KEPT = (
     *("variants", "loads", "contexts", "repeats", "seed", "dataset", "dataset_path", "prefix_tokens"),
     *("prefix_caching", "cache_salts"),
     *("slos", "price_usd_per_hour", "metadata"),
+    *("kv_bytes", "max_model_len", "block_size"),
 )
 """What the plan and the meaning of a row hang on: as the run was first told, whatever --force allows."""
 

@@ -178,6 +178,15 @@ def test_the_plan_and_the_pool_are_those_of_the_run_however_they_would_be_chosen
         assert after.manifest[section] == before[section]
 
 
+def test_force_leaves_the_memory_of_a_run_as_it_was(measured: list[str]) -> None:
+    args = ("--model", "tiny", "--dtype", "float32", "--input-len", "6", "--output-len", "4", "--concurrency", "2")
+    interrupted(*args, "--repeats", "2", "--kv-memory", f"{4096 * 48}", after=1)
+    sweep(*args, "--repeats", "2", "--kv-memory", f"{4096 * 96}", "--resume", "--force")
+    folder = RunFolder.open("out")
+    assert {row["pool_tokens"] for row in folder.rows()} == {48} and len(measured) == 4
+    assert any("--kv-memory" in mark and "(stays)" in mark for mark in folder.manifest["forced"])
+
+
 CHANGED_FLAGS = {
     "--concurrency or --request-rate": ["--concurrency", "3"],
     "--repeats": ["--repeats", "3"],

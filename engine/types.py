@@ -55,7 +55,7 @@ class Request:
     workload drew it (the request then ignores end-of-sequence), None where the answer ends by itself at one of
     `stop_ids`. The scheduler never reads it; an allocator reads it only under the two policies that say so (`pow2`,
     `oracle`). `scheduled_s` is when the load wants it sent, on the run's clock. Only requests of one `cache_salt` share
-    cached prefixes.
+    cached prefixes. `n` answers are drawn, samples 0 to n - 1, each of the same length and with a seed of its own.
     """
 
     id: int
@@ -66,10 +66,13 @@ class Request:
     sampling: Sampling = GREEDY
     stop_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
+    n: int = 1
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise KvbenchError(f"request {self.id} has an empty prompt; give it at least one token")
+        if not self.n >= 1:
+            raise KvbenchError(f"request {self.id} asks for {self.n} samples; it must ask for at least 1")
         if not self.max_tokens >= 1:
             raise KvbenchError(f"request {self.id} declares max_tokens {self.max_tokens}; it must be at least 1")
         if self.output_tokens is not None and not 1 <= self.output_tokens <= self.max_tokens:

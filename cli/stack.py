@@ -64,7 +64,7 @@ def _block_cache(arena: Arena, allocator: Allocator, longest: int) -> Cache:
 
 def _scheduler(batching: str, allocator: Allocator, limits: Limits) -> Scheduler:
     if batching == "continuous":
-        return Scheduler(allocator, limits)
+        return Scheduler(allocator, limits, allocator if isinstance(allocator, BlockPool) else None)
     assert isinstance(allocator, Slots), "the command line refuses static batches on other backends"
     return StaticScheduler(allocator, limits)
 

@@ -9,13 +9,14 @@ from kvbench.engine.types import COMMON, Holding, Sequence, Usage
 
 @dataclass(slots=True)
 class _Stay:
-    """Rows of one sequence: it `held` them, `asked` for some and `filled` some. `shared` of them, all full, are held by
-    others too."""
+    """Rows of one sequence: it `held` them, `asked` for some and `filled` some. `shared` of those it held, and
+    `shared_filled` of those it filled, are others' too."""
 
     held: int = 0
     asked: int = 0
     filled: int = 0
     shared: int = 0
+    shared_filled: int = 0
 
 
 class Accounts:
@@ -24,8 +25,9 @@ class Accounts:
     def __init__(self, pool_tokens: int) -> None:
         self.pool_tokens = pool_tokens
         self._stays: dict[int, _Stay] = {}
-        self._held_total = self._filled_total = self._shared_total = 0  # over the stays: a common row counts for each
+        self._all = _Stay()  # over the stays: a common row counts for each
         self._common = 0
+        self._common_filled = 0
         self._changes: list[Holding] = []
 
     def held(self, sequence: Sequence) -> int:
@@ -33,38 +35,42 @@ class Accounts:
         stay = self._stays.get(sequence.id)
         return 0 if stay is None else stay.held
 
-    def hold(self, sequence: Sequence, held: int, asked: int, shared: int = 0) -> None:
+    def hold(self, sequence: Sequence, held: int, asked: int, shared: int = 0, shared_filled: int = 0) -> None:
         """From now on the sequence holds `held` rows, of which its policy asked for `asked`; `shared` more of them than
-        before are held by others too."""
+        before, `shared_filled` of these filled, are others' too."""
         stay = self._stays.setdefault(sequence.id, _Stay())
-        self._held_total += held - stay.held
+        self._all.held += held - stay.held
         stay.held, stay.asked = held, asked
-        self.share(sequence.id, shared)
+        self.share(sequence.id, shared, shared_filled)
 
-    def share(self, sequence_id: int, rows: int) -> None:
-        """So many more of a holder's rows, all of them full, are now held by others too; fewer where negative."""
-        stay = self._stays[sequence_id]
+    def share(self, holder: int, rows: int, filled: int) -> None:
+        """So many more of a holder's rows, `filled` of them filled, are now others' too; fewer where negative."""
+        stay = self._stays[holder]
         stay.shared += rows
-        self._shared_total += rows
-        assert 0 <= stay.shared <= stay.held, f"sequence {sequence_id} shares rows it does not hold"
-        own = stay.held - stay.shared
-        self._changes.append(Holding(sequence_id, own, max(0, stay.asked - stay.shared), 0, stay.shared))
+        stay.shared_filled += filled
+        self._all.shared += rows
+        self._all.shared_filled += filled
+        assert 0 <= stay.shared_filled <= stay.shared <= stay.held, f"sequence {holder} shares rows it does not hold"
+        own_asked = max(0, stay.asked - stay.shared)
+        self._changes.append(Holding(holder, stay.held - stay.shared, own_asked, 0, stay.shared_filled))
 
-    def common(self, rows: int) -> None:
-        """So many more rows are held by several sequences, each counted once; fewer where negative."""
+    def common(self, rows: int, filled: int) -> None:
+        """So many more rows, `filled` of them filled, are held by several sequences, each counted once; fewer where
+        negative."""
         if not rows:
             return
-        if self._common:  # all of them are full at any time, so each number of them is a stay of its own
-            self._changes.append(Holding(COMMON, 0, 0, self._common))
+        if self._common:  # what is shared is never written, so each amount of it is a stay of its own
+            self._changes.append(Holding(COMMON, 0, 0, self._common_filled))
         self._common += rows
+        self._common_filled += filled
         if self._common:
-            self._changes.append(Holding(COMMON, self._common, self._common, 0))
+            self._changes.append(Holding(COMMON, self._common, self._common_filled, 0))
 
     def fill(self, sequence: Sequence) -> None:
         """The rows below `sequence.computed` are filled."""
         stay = self._stays[sequence.id]
         assert sequence.computed <= stay.held, f"sequence {sequence.id} filled rows it does not hold"
-        self._filled_total += sequence.computed - stay.filled
+        self._all.filled += sequence.computed - stay.filled
         stay.filled = sequence.computed
 
     def retire(self, sequence: Sequence) -> None:
@@ -76,16 +82,17 @@ class Accounts:
     def release(self, sequence: Sequence) -> None:
         """The sequence holds nothing any more."""
         stay = self._stays.pop(sequence.id)
-        self._held_total -= stay.held
-        self._filled_total -= stay.filled
-        self._shared_total -= stay.shared
+        self._all.held -= stay.held
+        self._all.filled -= stay.filled
+        self._all.shared -= stay.shared
+        self._all.shared_filled -= stay.shared_filled
         self._changes.append(Holding(sequence.id, 0, 0, stay.filled))
 
-    def usage(self, cached: int = 0) -> Usage:
-        """Present facts; `cached` of the free rows could be reused."""
-        saved = self._shared_total - self._common
-        held = self._held_total - saved
-        return Usage(self._filled_total - saved, held, self.pool_tokens - held, cached, saved)
+    def usage(self, cached: int = 0, swapped: int = 0) -> Usage:
+        """Present facts; `cached` of the free rows could be reused, `swapped` rows lie elsewhere."""
+        saved = self._all.shared_filled - self._common_filled
+        held = self._all.held - (self._all.shared - self._common)
+        return Usage(self._all.filled - saved, held, self.pool_tokens - held, cached, saved, swapped)
 
     def take(self) -> list[Holding]:
         """The changes since the last call."""

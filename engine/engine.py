@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from kvbench.engine.interfaces import Allocator, Clock, Executor, Load
 from kvbench.engine.ledger import Ledger
 from kvbench.engine.scheduler import Limits, Plan, Scheduler
-from kvbench.engine.types import Batch, Request, Sampled, Sequence, Ticket
+from kvbench.engine.types import COPY, IN, OUT, Batch, Request, Sampled, Sequence, Ticket
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run, StepRecord
 
 
@@ -43,7 +43,7 @@ class Engine:
         self.steps: list[StepRecord] = []
         self._save_tokens = save_tokens
         self._done: list[RequestRecord] = []
-        self._living: dict[int, Sequence] = {}
+        self._living: dict[int, list[Sequence]] = {}  # of each request, the samples that have not ended
         self._leaving: dict[int, str] = {}  # aborted while the batch in flight writes to their rows, and why
         self._deadlines: list[tuple[float, int]] = []  # a heap; requests that have ended stay in it until theirs
         self._flight: tuple[Ticket, Plan, float] | None = None
@@ -63,22 +63,28 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request, or reject it at once where it is certain to fail."""
         prompt, reason = self._fitted(request)
-        sequence = Sequence.of(request, prompt)
-        if not reason and not self.allocator.could_hold(sequence, sequence.known):
+        samples = [Sequence.of(request, prompt, sample) for sample in range(request.n)]
+        self._living[request.id] = samples
+        if not reason and not self.allocator.could_hold(samples[0], samples[0].known):
             reason = (
                 f"its first reservation under this policy cannot fit even an empty KV pool of "
-                f"{self.allocator.pool_tokens} tokens (prompt {sequence.known}, declared answer {request.max_tokens})"
+                f"{self.allocator.pool_tokens} tokens (prompt {samples[0].known}, declared answer {request.max_tokens})"
             )
         if reason:
-            self._end(sequence, REJECTED, reason)
+            for sample in list(samples):
+                self._end(sample, REJECTED, reason)
             return
-        self._living[sequence.id] = sequence
-        self.scheduler.add(sequence)
+        self.scheduler.add(list(samples))
         if self.limits.request_timeout_s is not None:
             heappush(self._deadlines, (request.scheduled_s + self.limits.request_timeout_s, request.id))
 
     def _fitted(self, request: Request) -> tuple[tuple[int, ...], str]:
         """The prompt as it will be served, and why it cannot be (empty: it can)."""
+        if request.n > self.limits.max_sequences:
+            return (
+                request.prompt,
+                f"{request.n} samples never run together under max_num_seqs {self.limits.max_sequences}",
+            )
         room = self.limits.max_model_len - request.max_tokens
         if len(request.prompt) <= room:
             return request.prompt, ""
@@ -90,21 +96,23 @@ class Engine:
         )
 
     def abort(self, request_id: int, reason: str = "aborted by its client") -> bool:
-        """End a request wherever it is: at once, or with the next commit where the batch in flight still writes to its
-        rows (a token of that batch is kept). False where it has ended already, or never came."""
-        sequence = self._living.get(request_id)
-        if sequence is None:
+        """End a request wherever it is, with all its samples: at once, or with the next commit where the batch in
+        flight still writes to its rows (a token of that batch is kept). False where it has ended, or never came."""
+        if request_id not in self._living:
             return False
-        if self._flight is not None and any(chunk.sequence is sequence for chunk in self._flight[0].batch.chunks):
+        if self._flight is not None and any(
+            chunk.sequence.request.id == request_id for chunk in self._flight[1].chunks
+        ):
             self._leaving.setdefault(request_id, reason)
         else:
-            self._abort(sequence, reason)
+            self._abort(request_id, reason)
             self.ledger.note(self.allocator.take_holdings(), len(self.steps))
         return True
 
-    def _abort(self, sequence: Sequence, reason: str) -> None:
-        self.scheduler.drop(sequence)
-        self._end(sequence, ABORTED, reason)
+    def _abort(self, request_id: int, reason: str) -> None:
+        while samples := self._living.get(request_id):
+            self.scheduler.drop(samples[0])
+            self._end(samples[0], ABORTED, reason)
 
     def _abort_overdue(self, now_s: float) -> None:
         while self._deadlines and self._deadlines[0][0] < now_s:
@@ -147,18 +155,21 @@ class Engine:
         for chunk in batch.chunks:
             chunk.sequence.computed = chunk.end
             self.allocator.commit(chunk.sequence)
+        drawn = [sequence for chunk in batch.chunks for sequence in chunk.drawn]
+        for parent in [sequence for sequence in drawn if sequence.forks]:
+            self.scheduler.fork(parent)
         ended: list[tuple[Sequence, str]] = []
-        for chunk, token in zip((chunk for chunk in batch.chunks if chunk.samples), sampled.tokens, strict=True):
-            chunk.sequence.emit(token, batch.step)
-            if (reason := chunk.sequence.ended) and chunk.sequence.id not in self._leaving:
-                ended.append((chunk.sequence, reason))
+        for sequence, token in zip(drawn, sampled.tokens, strict=True):
+            sequence.emit(token, batch.step)
+            if (reason := sequence.ended) and sequence.request.id not in self._leaving:
+                ended.append((sequence, reason))
         self.steps.append(self._step_record(batch, plan, sampled, start_s, now_s))
         for sequence, reason in ended:
             self.scheduler.finish(sequence)
             self._end(sequence, FINISHED, reason)
         leaving, self._leaving = self._leaving, {}
         for request_id, reason in leaving.items():
-            self._abort(self._living[request_id], reason)
+            self._abort(request_id, reason)
         self.ledger.note(self.allocator.take_holdings(), len(self.steps))
 
     def _step_record(self, batch: Batch, plan: Plan, sampled: Sampled, start_s: float, end_s: float) -> StepRecord:
@@ -185,23 +196,34 @@ class Engine:
             held_tokens=usage.held,
             free_tokens=usage.free,
             cached_tokens=usage.cached,
+            swapped_tokens=usage.swapped,
             logical_tokens=usage.filled + usage.saved,
+            copied_tokens=batch.moved(COPY),
+            swapped_out_tokens=batch.moved(OUT),
+            swapped_in_tokens=batch.moved(IN),
         )
 
     def take_done(self) -> list[RequestRecord]:
-        """Records of the requests that ended since the last call."""
+        """Of each request that ended since the last call, the record of the sample that ended last."""
         done, self._done = self._done, []
         return done
 
     def _end(self, sequence: Sequence, status: str, reason: str) -> None:
-        self._living.pop(sequence.id, None)
-        self._done.append(self._record(sequence, status, reason))
+        """It ends, and with it the samples that still wait for its prompt."""
+        living = self._living[sequence.request.id]
+        for one in (sequence, *sequence.forks):
+            living.remove(one)
+            record = self._record(one, status, reason)
+        if not living:
+            del self._living[sequence.request.id]
+            self._done.append(record)
 
     def _record(self, sequence: Sequence, status: str, reason: str) -> RequestRecord:
         request = sequence.request
         times = [self.steps[step].end_s for first, end in sequence.spans for step in range(first, end)]
         record = RequestRecord(
             request=request.id,
+            sample=sequence.sample,
             scheduled_s=request.scheduled_s,
             sent_s=request.scheduled_s,
             input_tokens=sequence.prompt_tokens,
@@ -214,6 +236,7 @@ class Engine:
             cached_tokens=sequence.cached_tokens,
             truncated_tokens=sequence.truncated_tokens,
             preemptions=sequence.preemptions,
+            swaps=sequence.swaps,
             status=status,
             reason=reason,
             prompt_token_ids=sequence.tokens[: sequence.prompt_tokens] if self._save_tokens else None,
@@ -224,11 +247,12 @@ class Engine:
 
     def run(self, end_s: float) -> Run:
         """All that was observed until `end_s`; what is still queued or running becomes `unfinished`."""
-        for sequence in self.scheduler.drain():
+        self.scheduler.drain()
+        for sequence in [sequence for samples in self._living.values() for sequence in samples]:
             self._record(sequence, UNFINISHED, "the run ended first")
         self.ledger.note(self.allocator.take_holdings(), len(self.steps))
         return Run(
-            requests=sorted(self.records, key=lambda record: record.request),
+            requests=sorted(self.records, key=lambda record: (record.request, record.sample)),
             steps=self.steps,
             holds=self.ledger.holds,
             pool_tokens=self.allocator.pool_tokens,

@@ -1,8 +1,9 @@
-"""The seams of the engine: five small protocols, and one that adds a verb to the first.
+"""The seams of the engine: five small protocols, and two that add verbs to the first.
 
 | protocol  | implementations                             | what may go wrong                                  |
 | Allocator | contiguous.Slots, paged.BlockPool           | shortage is False; all else is a fault             |
 | Retiring  | contiguous.Slots                            | (an Allocator for static batches)                  |
+| Paging    | paged.BlockPool                             | (an Allocator of rows that can be shared and moved) |
 | Cache     | contiguous.SlotCache, paged.BlockCache      | nothing: the allocator has already said yes        |
 | Executor  | runner.ModelRunner, virtual ones            | CellError: out of memory, logits that are NaN      |
 | Clock     | clock.WallClock, clock.VirtualClock         | nothing                                            |
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvbench.engine.types import Batch, Holding, Request, Sampled, Sequence, Ticket, Usage
+from kvbench.engine.types import Batch, Holding, Move, Request, Sampled, Sequence, Ticket, Usage
 from kvbench.metrics.records import RequestRecord
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class Allocator(Protocol):
         """Make the first `rows` positions addressable, all or nothing; False on shortage, and nothing has changed.
 
         The call that gives a sequence its first rows may find some of them filled already: it then raises
-        `sequence.computed`, to known - 1 at most, since the last token must run."""
+        `sequence.computed`, to known - 1 at most, since the last token must run. A sequence whose rows were put aside
+        comes back with them."""
 
     def commit(self, sequence: Sequence) -> None:
         """The rows below `sequence.computed` hold data now, which others may be given to read."""
@@ -63,11 +65,26 @@ class Retiring(Allocator, Protocol):
         """The sequence has ended but keeps its rows until `free`: from now on none of them counts as filled."""
 
 
+class Paging(Allocator, Protocol):
+    """What can be done with rows that need not lie side by side."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child, which holds nothing, reads the rows that the parent has filled; whoever writes first into a row
+        of both is given a copy by `reserve`. It takes no memory."""
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Put the filled rows aside into host memory and give all rows back; False where there is no room, and nothing
+        has changed."""
+
+    def take_moves(self) -> list[Move]:
+        """The copies of rows that are owed since the last call; they run before anything else is written."""
+
+
 class Cache(Protocol):
     """The device half of a backend: where the rows lie, and attention over them."""
 
     def begin(self, batch: Batch) -> None:
-        """Once a step, before the first layer: this batch's offsets or block tables go to the device."""
+        """Once a step, before the first layer: the moves run, this batch's offsets or block tables go to the device."""
 
     def attend(
         self,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.engine.types import Holding
+from kvbench.engine.types import COMMON, SAMPLE, Holding
 from kvbench.metrics.records import Hold
 
 
 @dataclass(slots=True)
 class _Stay:
-    """A sequence's time in memory: its closed pieces (first step, end step, held, asked, shared) and the open one."""
+    """A sequence's time in memory: its closed pieces (first step, end step, held, asked, shared) and the open one.
+    What it shared are filled rows."""
 
     pieces: list[tuple[int, int, int, int, int]]
     first_step: int
@@ -40,7 +41,8 @@ class Ledger:
                 stay.first_step, stay.held, stay.asked, stay.shared = step, change.held, change.asked, change.shared
                 continue
             del self._open[change.sequence]
+            sample, request = (0, COMMON) if change.sequence == COMMON else divmod(change.sequence, SAMPLE)
             self.holds.extend(
-                Hold(change.sequence, first, end, held, asked, final_tokens=change.filled - shared)
+                Hold(request, first, end, held, asked, final_tokens=change.filled - shared, sample=sample)
                 for first, end, held, asked, shared in stay.pieces
             )

@@ -47,15 +47,15 @@ class ModelRunner:
         for chunk in batch.chunks:
             ids.extend(chunk.sequence.tokens[chunk.start : chunk.end])
             positions.extend(range(chunk.start, chunk.end))
-            if chunk.samples:
-                keep.append(len(ids) - 1)
-        self._cache.begin(batch)
+            keep.extend([len(ids) - 1] * len(chunk.drawn))
         return self._tensor(ids), self._tensor(positions), self._tensor(keep)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _run(self, batch: Batch, ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
-        """Launch one forward pass and sampling; the new tokens [samples], -1 where the logits are no numbers."""
+        """Launch what the cache has to do first, one forward pass and sampling; the new tokens [samples], -1 where the
+        logits are no numbers."""
+        self._cache.begin(batch)
         logits = self._model.forward(ids, positions, keep, self._cache)
-        return next_tokens(logits, [chunk for chunk in batch.chunks if chunk.samples])
+        return next_tokens(logits, [sequence for chunk in batch.chunks for sequence in chunk.drawn])

@@ -10,29 +10,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.engine.types import Chunk, Sampling, Sequence
+from kvbench.engine.types import Sampling, Sequence
 
 ROWS_AT_ONCE = 32
 """A draw takes some 40 bytes of device memory for each row and word of the vocabulary; this bounds it."""
 
 
 @torch.inference_mode()
-def next_tokens(logits: Tensor, chunks: list[Chunk]) -> Tensor:
-    """The next token of each chunk's sequence [n] from logits [n, V]; -1 where the logits hold NaN or +inf, or nothing
+def next_tokens(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """The next token of each sequence [n] from logits [n, V]; -1 where the logits hold NaN or +inf, or nothing
     but -inf. Rows that are plainly greedy cost one maximum, whatever the others ask."""
     best, tokens = logits.max(dim=-1)
-    asking = [row for row, chunk in enumerate(chunks) if not chunk.sequence.request.sampling.plain]
+    asking = [row for row, sequence in enumerate(sequences) if not sequence.sampling.plain]
     for first in range(0, len(asking), ROWS_AT_ONCE):
         rows = asking[first : first + ROWS_AT_ONCE]
-        tokens[rows] = _asked(logits[rows].float(), [chunks[row].sequence for row in rows])
+        tokens[rows] = _asked(logits[rows].float(), [sequences[row] for row in rows])
     return tokens.masked_fill(~best.isfinite(), -1)
 
 
 def _asked(scores: Tensor, sequences: list[Sequence]) -> Tensor:
     """Tokens [n] by penalty, then temperature, then top-p, the order of vLLM and transformers; scores [n, V] float32,
     changed in place."""
-    samplings = [sequence.request.sampling for sequence in sequences]
-    _penalise(scores, [(row, one) for row, one in enumerate(sequences) if one.request.sampling.repetition_penalty != 1])
+    samplings = [sequence.sampling for sequence in sequences]
+    _penalise(scores, [(row, one) for row, one in enumerate(sequences) if one.sampling.repetition_penalty != 1])
     tokens = scores.argmax(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature]
     if drawn:
@@ -52,7 +52,7 @@ def _penalise(scores: Tensor, rows: list[tuple[int, Sequence]]) -> None:
     for row, sequence in rows:
         at.extend([row] * sequence.known)
         seen.extend(sequence.tokens)
-        penalties.extend([sequence.request.sampling.repetition_penalty] * sequence.known)
+        penalties.extend([sequence.sampling.repetition_penalty] * sequence.known)
     if not at:
         return
     device = scores.device

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvbench.engine.interfaces import Allocator
-from kvbench.engine.types import Batch, Chunk, Sequence
+from kvbench.engine.interfaces import Allocator, Paging
+from kvbench.engine.types import Batch, Chunk, Move, Sequence
 from kvbench.errors import KvbenchError
 
 
@@ -37,29 +37,49 @@ class Limits:
 
 @dataclass(slots=True)
 class Plan:
-    """What one call of `Scheduler.schedule` decided: the chunks to run, the sequences admitted and preempted by it, and
-    those that can never go on, each with its reason."""
+    """What one call of `Scheduler.schedule` decided: the chunks to run and the moves of rows before them, the sequences
+    admitted and preempted by it, and those that can never go on, each with its reason."""
 
     chunks: list[Chunk] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     hopeless: list[tuple[Sequence, str]] = field(default_factory=list)
 
     def batch(self, step: int) -> Batch:
-        return Batch(step, tuple(self.chunks))
+        return Batch(step, tuple(self.chunks), tuple(self.moves))
 
 
 class Scheduler:
-    """First come, first served. `running` is in order of admission, `waiting` in order of service."""
+    """First come, first served. `running` is in order of admission, `waiting` in order of service.
 
-    def __init__(self, allocator: Allocator, limits: Limits) -> None:
+    With `paging`, which is the allocator itself where it can do this, the samples of a request share one prompt, and
+    the preempted put their rows aside where there is room.
+    """
+
+    def __init__(self, allocator: Allocator, limits: Limits, paging: Paging | None = None) -> None:
         self.allocator = allocator
         self.limits = limits
+        self.paging = paging
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def add(self, samples: list[Sequence]) -> None:
+        """Queue the samples of a request: the first one for all of them where they can share, else each for itself."""
+        if self.paging is not None:
+            samples[0].forks = samples[1:]
+            samples = samples[:1]
+        self.waiting.extend(samples)
+
+    def fork(self, parent: Sequence) -> None:
+        """The parent has computed the prompt: the other samples run beside it from now on."""
+        assert self.paging is not None, "only those that can share wait for each other"
+        at = self.running.index(parent) + 1
+        self.running[at:at] = parent.forks
+        for child in parent.forks:
+            child.computed, child.admitted_s = parent.computed, parent.admitted_s
+            self.paging.fork(parent, child)
+        parent.forks = []
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence has ended, well or not: its rows go back."""
@@ -72,21 +92,22 @@ class Scheduler:
             self.finish(sequence)
         else:
             self.waiting.remove(sequence)
+            self.allocator.free(sequence)  # it may have put rows aside
 
-    def drain(self) -> list[Sequence]:
-        """Everybody leaves, wanted or not, and all rows go back; returns those who were running or waiting."""
-        living = [*self.running, *self.waiting]
-        for sequence in living:
+    def drain(self) -> None:
+        """Everybody leaves, wanted or not, and all rows go back."""
+        for sequence in (*self.running, *self.waiting):
             self.allocator.free(sequence)
         self.running.clear()
         self.waiting.clear()
-        return living
 
     def schedule(self) -> Plan:
         plan = Plan()
         budget = self._advance_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan, budget)
+        if self.paging is not None and plan.chunks:
+            plan.moves = self.paging.take_moves()
         return plan
 
     def _advance_running(self, plan: Plan) -> int:
@@ -109,14 +130,21 @@ class Scheduler:
                 plan.hopeless.append((sequence, self._outgrown(sequence, rows)))
                 return False
             victim = self.running.pop()
-            self.allocator.free(victim)
-            victim.computed = 0
-            victim.preemptions += 1
-            self.waiting.appendleft(victim)
+            self._preempt(victim)
             plan.preempted.append(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Back to the head of the queue, its rows put aside where there is room for them and else to be recomputed."""
+        victim.preemptions += 1
+        if self.paging is not None and self.paging.swap_out(victim):
+            victim.swaps += 1
+        else:
+            self.allocator.free(victim)
+            victim.computed = 0
+        self.waiting.appendleft(victim)
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
         """Admit while the budget lasts, so that all who run get a token a step."""
@@ -125,8 +153,10 @@ class Scheduler:
 
     def _admit(self, plan: Plan) -> Sequence | None:
         """Admit the head of the queue where its whole known part fits; nobody overtakes it."""
-        while self.waiting and len(self.running) < self.limits.max_sequences:
+        while self.waiting:
             sequence = self.waiting[0]
+            if self._running_soon() + 1 + len(sequence.forks) > self.limits.max_sequences:
+                return None
             if not self.allocator.could_hold(sequence, sequence.known):
                 self.waiting.popleft()
                 plan.hopeless.append((sequence, self._outgrown(sequence, sequence.known)))
@@ -138,6 +168,10 @@ class Scheduler:
             plan.admitted.append(sequence)
             return sequence
         return None
+
+    def _running_soon(self) -> int:
+        """Those that run and the samples that wait for their prompts."""
+        return len(self.running) + sum(len(sequence.forks) for sequence in self.running)
 
     def _run(self, sequence: Sequence, end: int, plan: Plan) -> int:
         chunk = Chunk(sequence, sequence.computed, end, samples=end == sequence.known)

@@ -25,9 +25,9 @@ class StaticScheduler(Scheduler):
         self._retire(sequence)
         self.ended.append(sequence)
 
-    def drain(self) -> list[Sequence]:
+    def drain(self) -> None:
         self._release()
-        return super().drain()
+        super().drain()
 
     def schedule(self) -> Plan:
         plan = Plan()

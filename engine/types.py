@@ -1,14 +1,15 @@
 """The nouns of the engine, in the order in which one becomes the next. Standard library only; read this first.
 
-A `Request` is what somebody asked. A `Sequence` is the engine's one mutable object for it, from arrival to metrics. A
-`Chunk` is the piece of a sequence that one step computes, a `Batch` the chunks of one step.
+A `Request` is what somebody asked. A `Sequence` is the engine's one mutable object for it (for each sample of it, where
+several are asked for), from arrival to metrics. A `Chunk` is the piece of a sequence that one step computes, a `Batch`
+the chunks of one step and the `Move`s of rows that come before them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvbench.errors import KvbenchError
 
@@ -46,6 +47,9 @@ class Sampling:
 
 GREEDY = Sampling()
 
+SAMPLE = 2**32
+"""A sequence's id is its request's, plus this for each sample before it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -68,7 +72,15 @@ class Request:
     cache_salt: str = ""
     n: int = 1
 
+    def sampling_of(self, sample: int) -> Sampling:
+        """How the tokens of one of the samples are chosen: each has a seed of its own."""
+        if sample == 0:
+            return self.sampling
+        return replace(self.sampling, seed=(self.sampling.seed + sample * 0x9E3779B97F4A7C15) % 2**63)
+
     def __post_init__(self) -> None:
+        if not self.id < SAMPLE:
+            raise KvbenchError(f"request {self.id} has a number of 2**32 or more; count from 0")
         if not self.prompt:
             raise KvbenchError(f"request {self.id} has an empty prompt; give it at least one token")
         if not self.n >= 1:
@@ -86,33 +98,40 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request being served. `tokens` is everything known (prompt, then output), `computed` how many of them have
-    their keys and values in the arena. A step moves `computed` towards `known`; nothing else distinguishes a prefill
-    from a decode.
+    """A sample of a request being served. `tokens` is everything known (prompt, then output), `computed` how many of
+    them have their keys and values stored. A step moves `computed` towards `known`; nothing else distinguishes a
+    prefill from a decode.
 
+    `forks` are the request's other samples while this one computes the prompt for them; they start with its end.
     `spans` keeps when output tokens appeared, as half-open ranges of steps with one token in each step.
-    `cached_tokens` of the prompt were found in memory when the sequence was first admitted.
+    `cached_tokens` of the prompt were found in memory when the sequence was first admitted. In `swaps` of its
+    `preemptions` its rows went to host memory, in the others they were given up.
     """
 
     request: Request
     tokens: list[int]
     prompt_tokens: int
     truncated_tokens: int = 0
+    sample: int = 0
+    id: int = field(init=False)
+    sampling: Sampling = field(init=False)
+    forks: list[Sequence] = field(default_factory=list)
     computed: int = 0
     preemptions: int = 0
+    swaps: int = 0
     admitted_s: float | None = None
     cached_tokens: int = 0
     spans: list[list[int]] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, request: Request, prompt: Iterable[int] | None = None) -> Sequence:
-        """The sequence of a request that has just arrived; `prompt` where it was cut to fit."""
-        tokens = list(request.prompt if prompt is None else prompt)
-        return cls(request, tokens, len(tokens), len(request.prompt) - len(tokens))
+    def __post_init__(self) -> None:
+        self.id = self.request.id + self.sample * SAMPLE
+        self.sampling = self.request.sampling_of(self.sample)
 
-    @property
-    def id(self) -> int:
-        return self.request.id
+    @classmethod
+    def of(cls, request: Request, prompt: Iterable[int] | None = None, sample: int = 0) -> Sequence:
+        """A sample of a request that has just arrived; `prompt` where it was cut to fit."""
+        tokens = list(request.prompt if prompt is None else prompt)
+        return cls(request, tokens, len(tokens), len(request.prompt) - len(tokens), sample)
 
     @property
     def known(self) -> int:
@@ -148,7 +167,7 @@ class Sequence:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Positions `start` to `end - 1` of a sequence, computed in one step. `samples`: its last position is the last
-    known token, so the step yields a new one."""
+    known token, so the step yields a new one, and the first one of each sample that waits for this prompt."""
 
     sequence: Sequence
     start: int
@@ -159,17 +178,42 @@ class Chunk:
     def length(self) -> int:
         return self.end - self.start
 
+    @property
+    def drawn(self) -> tuple[Sequence, ...]:
+        """The sequences to which its last position gives a token each."""
+        return (self.sequence, *self.sequence.forks) if self.samples else ()
+
+
+COPY, OUT, IN = "copy", "out", "in"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`rows` rows to be copied from `source` on to `target` on: within the arena (`copy`), `out` of it to host memory,
+    or back `in`."""
+
+    way: str
+    source: int
+    target: int
+    rows: int
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The chunks of one step, in scheduling order; their tokens lie flat, one chunk after the other."""
+    """The chunks of one step, in scheduling order; their tokens lie flat, one chunk after the other. The `moves` come
+    before anything else: all that go out, then the copies, then all that come in, each kind at once."""
 
     step: int
     chunks: tuple[Chunk, ...]
+    moves: tuple[Move, ...] = ()
 
     @property
     def tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
+
+    def moved(self, way: str) -> int:
+        """Rows that are moved this way."""
+        return sum(move.rows for move in self.moves if move.way == way)
 
 
 @dataclass(slots=True)
@@ -184,8 +228,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a batch yielded: one token for each of its sampling chunks, in order, and the seconds it took inside the
-    executor."""
+    """What a batch yielded: one token for each sequence drawn by its chunks, in order, and the seconds it took inside
+    the executor."""
 
     tokens: list[int]
     device_s: float
@@ -195,19 +239,21 @@ class Sampled:
 class Usage:
     """Present facts of an allocator, in rows (one row holds one token): `filled` hold data, `held` belong to some
     sequence (filled ones included), `free` to none. `cached` counts the free rows whose content could be reused,
-    `saved` the filled rows that sharing spares: those of each sequence, added up, are `filled + saved`."""
+    `saved` the filled rows that sharing spares: those of each sequence, added up, are `filled + saved`. `swapped` rows
+    lie in host memory, outside the pool."""
 
     filled: int
     held: int
     free: int
     cached: int = 0
     saved: int = 0
+    swapped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """A change of what a sequence holds: from now on `held` rows of its own, of which its policy `asked` for some, and
-    `shared` full ones together with others. With neither it gave everything back, `filled` rows of it full, those it
+    `shared` filled ones together with others. With neither it gave everything back, `filled` rows of it full, those it
     had shared included. What is shared is held, once, by the sequence `COMMON`."""
 
     sequence: int

@@ -17,12 +17,14 @@ UNFINISHED = "unfinished"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request from the moment the load wanted it sent to its last token.
+    """One request from the moment the load wanted it sent to its last token; where it asks for several samples each
+    has a record of its own, told apart by `sample`.
 
     `status` is one of the five words above. `reason` says how it ended: `length` or `stop` where it finished, a
     sentence where it did not; it has no latency then, but its tokens count. Times that never happened are None.
     `token_s` has one entry for each output token. `cached_tokens` of the input were found in memory at its first
-    admission; what it finds again after a preemption counts for nothing.
+    admission; what it finds again after a preemption counts for nothing, and what a sample has of the one that computed
+    the prompt neither. In `swaps` of the `preemptions` its rows went to host memory, in the others they were given up.
     """
 
     request: int
@@ -39,6 +41,7 @@ class RequestRecord:
     cached_tokens: int = 0
     truncated_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
     status: str = UNFINISHED
     reason: str = ""
     prompt_token_ids: list[int] | None = None
@@ -54,6 +57,8 @@ class StepRecord:
     tokens of its sequences after the step. `used`, `held`, `free` and `cached` are what the allocator reported after
     the forward pass and before anything was freed; used + (held - used) + free = pool, where a row that several
     sequences share counts once. `logical` adds up the filled rows of each sequence, so it counts such a row for each.
+    `swapped` rows lay in host memory, outside the pool. Before anything was computed `copied` rows were copied on write
+    and so many `swapped_out` and `swapped_in`.
     """
 
     step: int
@@ -77,15 +82,18 @@ class StepRecord:
     cached_tokens: int = 0
     swapped_tokens: int = 0
     logical_tokens: int = 0
+    copied_tokens: int = 0
+    swapped_out_tokens: int = 0
+    swapped_in_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """`request` held `held_tokens` rows in steps `first_step` up to, not including, `end_step`.
+    """A sample of `request` held `held_tokens` rows in steps `first_step` up to, not including, `end_step`.
 
     `asked_tokens` is what its policy asked for before the allocator rounded up, `final_tokens` the rows that were
     filled when the whole stay ended (by finishing, failing or preemption). A stay that grows is several holds. Rows
-    that it shares with others, always full ones, are in none of its numbers: `request` -1 holds them, once.
+    that it shares with others are in none of its numbers: `request` -1 holds them, once.
     """
 
     request: int
@@ -94,6 +102,7 @@ class Hold:
     held_tokens: int
     asked_tokens: int
     final_tokens: int
+    sample: int = 0
 
 
 @dataclass(slots=True)

@@ -1,15 +1,15 @@
 """The paged policy: rows in blocks of a few tokens, taken when a sequence grows into them (PagedAttention, SOSP'23,
-arXiv 2309.06180). A sequence wastes at most the unfilled part of its last block, and with `prefix_caching` it shares
-the full blocks at its beginning with all that begin alike."""
+arXiv 2309.06180). A sequence wastes at most the unfilled part of its last block, and shares what it has in common with
+others: all it began with where it was forked, and with `prefix_caching` the full blocks of any equal beginning."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 from kvbench.engine.accounts import Accounts
-from kvbench.engine.types import Holding, Sequence, Usage
+from kvbench.engine.types import COPY, Holding, Move, Sequence, Usage
 from kvbench.errors import KvbenchError
+from kvbench.paged.holders import Holders
 from kvbench.paged.prefix import PrefixCache
+from kvbench.paged.swap import SwapSpace
 
 
 class BlockPool:
@@ -17,12 +17,15 @@ class BlockPool:
 
     Block 0 is where padding may point; it lies outside the pool and is never handed out. Rows that fill no whole block
     stay free for ever. The block given back last is taken first: it is the one most likely still in a cache. A block
-    whose content could be reused is taken when no other is left, the least recently used first.
+    whose content could be reused is taken when no other is left, the least recently used first. `swap_tokens` rows of
+    host memory take what makes room.
     """
 
     external_fragmentation_events = 0  # any free block serves any sequence
 
-    def __init__(self, pool_tokens: int, block_size: int, *, prefix_caching: bool = False) -> None:
+    def __init__(
+        self, pool_tokens: int, block_size: int, *, prefix_caching: bool = False, swap_tokens: int = 0
+    ) -> None:
         if block_size < 1:
             raise KvbenchError(f"block size must be at least 1, not {block_size}")
         self.block_size = block_size
@@ -30,39 +33,59 @@ class BlockPool:
         self._accounts = Accounts(pool_tokens)
         self._free = list(range(self.blocks, 0, -1))
         self._tables: dict[int, list[int]] = {}
-        self._holders: dict[int, set[int]] = {}  # of each block that is held, the ids of the sequences that do
+        self._holders = Holders(self._accounts, block_size)
         self._prefixes = PrefixCache(block_size) if prefix_caching else None
+        self._swap = SwapSpace(swap_tokens, block_size)
+        self._copies: dict[int, Move] = {}  # owed, by the blocks that they go to
 
     @property
     def pool_tokens(self) -> int:
         return self._accounts.pool_tokens
 
     def table(self, sequence: Sequence) -> list[int]:
-        """The sequence's blocks: position p lies in block `table[p // block_size]`."""
+        """The sequence's blocks: position p lies in block `table[p // block_size]`. Another list once a block of it is
+        another; a list only grows."""
         return self._tables[sequence.id]
 
     def could_hold(self, sequence: Sequence, rows: int) -> bool:
-        return -(-rows // self.block_size) <= self.blocks
+        return self._count(rows) <= self.blocks
 
     def reserve(self, sequence: Sequence, rows: int) -> bool:
-        if rows <= self._accounts.held(sequence):
-            return True
         table = self._tables.get(sequence.id)
-        hits = self._hits(sequence, rows) if table is None else []
-        need = -(-rows // self.block_size) - len(hits if table is None else table)
-        if need > self._available(hits):
-            return False
         if table is None:
-            table = self._tables[sequence.id] = list(hits)
-        shared = self._share(sequence, hits)
-        fresh = [self._take() for _ in range(need)]
-        self._holders.update((block, {sequence.id}) for block in fresh)
-        table.extend(fresh)
-        self._accounts.hold(sequence, len(table) * self.block_size, rows, shared)
-        if hits:
-            sequence.computed = len(hits) * self.block_size
-            self._accounts.fill(sequence)
+            return self._begin(sequence, rows)
+        copied = self._to_be_copied(sequence, table, rows)
+        more = max(0, self._count(rows) - len(table))
+        if not (more or copied):
+            return True
+        if more + copied > self._available([]):
+            return False
+        shared = self._copy_on_write(sequence, table) if copied else (0, 0)
+        table = self._tables[sequence.id]
+        table.extend(self._take(more, sequence))
+        self._accounts.hold(sequence, len(table) * self.block_size, rows, *shared)
         return True
+
+    def _begin(self, sequence: Sequence, rows: int) -> bool:
+        """The first rows of a sequence, with what the pool or the host memory holds of it."""
+        hits = self._hits(sequence, rows)
+        more = self._count(max(rows, sequence.computed)) - len(hits)
+        if more > self._available(hits):
+            return False
+        found = len(hits) * self.block_size
+        for block in hits:
+            assert self._prefixes is not None
+            self._prefixes.take(block)
+        shared = self._holders.join(hits, sequence.id, found)
+        table = self._tables[sequence.id] = [*hits, *self._take(more, sequence)]
+        self._accounts.hold(sequence, len(table) * self.block_size, rows, *shared)
+        sequence.computed = max(found, self._swap.take(sequence.id, table, len(hits)))
+        self._accounts.fill(sequence)
+        return True
+
+    def _count(self, rows: int) -> int:
+        """Blocks that so many rows take."""
+        return -(-rows // self.block_size)
 
     def _hits(self, sequence: Sequence, rows: int) -> list[int]:
         """Blocks that hold the beginning of a sequence which holds nothing; its last token must run, so never all."""
@@ -76,58 +99,76 @@ class BlockPool:
             return len(self._free)
         return len(self._free) + self._prefixes.idle - sum(map(self._prefixes.is_idle, hits))
 
-    def _share(self, sequence: Sequence, hits: list[int]) -> int:
-        """Hold the hits too; how many of their rows others hold. Whoever held one alone no longer does."""
-        met = Counter[int]()
-        shared = 0
-        for block in hits:
-            assert self._prefixes is not None
-            self._prefixes.take(block)
-            holders = self._holders.setdefault(block, set())
-            shared += bool(holders)
-            if len(holders) == 1:
-                met.update(holders)
-            holders.add(sequence.id)
-        self._settle(met, 1)
-        return shared * self.block_size
+    def _take(self, count: int, sequence: Sequence) -> list[int]:
+        """So many blocks that nobody holds, for this sequence."""
+        blocks: list[int] = []
+        while len(blocks) < count:
+            if not self._free:
+                assert self._prefixes is not None
+                self._free.extend(self._prefixes.evict())
+            blocks.append(self._free.pop())
+        self._holders.own(blocks, sequence.id)
+        return blocks
 
-    def _settle(self, met: Counter[int], sign: int) -> None:
-        """So many blocks of each sequence in `met` are now shared (+1), or its own again (-1)."""
-        for other, blocks in met.items():
-            self._accounts.share(other, sign * blocks * self.block_size)
-        self._accounts.common(sign * met.total() * self.block_size)
+    def _to_be_copied(self, sequence: Sequence, table: list[int], rows: int) -> bool:
+        """Whether the sequence is about to write into a block that others read."""
+        if not self._holders.partial or sequence.computed >= min(rows, len(table) * self.block_size):
+            return False
+        return table[sequence.computed // self.block_size] in self._holders.partial
 
-    def _take(self) -> int:
-        if not self._free:
-            assert self._prefixes is not None
-            self._free.extend(self._prefixes.evict())
-        return self._free.pop()
+    def _copy_on_write(self, sequence: Sequence, table: list[int]) -> tuple[int, int]:
+        """Give the sequence a block of its own to write into; returns what changes in its sharing (rows, filled)."""
+        number, filled = divmod(sequence.computed, self.block_size)
+        old, (new,) = table[number], self._take(1, sequence)
+        self._tables[sequence.id] = [*table[:number], new, *table[number + 1 :]]
+        self._copies[new] = Move(COPY, old * self.block_size, new * self.block_size, filled)
+        self._holders.leave([old], sequence.id)
+        return -self.block_size, -filled
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        assert child.id not in self._tables and child.computed == parent.computed > 0, (parent.id, child.id)
+        table = self._tables[child.id] = self._tables[parent.id][: self._count(parent.computed)]
+        shared = self._holders.join(table, child.id, parent.computed)
+        self._accounts.hold(child, len(table) * self.block_size, parent.computed, *shared)
+        self._accounts.fill(child)
 
     def commit(self, sequence: Sequence) -> None:
         self._accounts.fill(sequence)
         if self._prefixes is not None:
             self._prefixes.keep(sequence, self._tables[sequence.id])
 
+    def swap_out(self, sequence: Sequence) -> bool:
+        blocks = self._tables[sequence.id][: self._count(sequence.computed)]
+        assert not self._copies.keys() & set(blocks), "a copy that is still owed cannot go out"
+        if not blocks or not self._swap.put(sequence.id, blocks, sequence.computed):
+            return False
+        self._give_back(sequence)
+        return True
+
     def free(self, sequence: Sequence) -> None:
-        if sequence.id not in self._tables:
-            return
-        left = Counter[int]()
-        for block in reversed(self._tables.pop(sequence.id)):
-            holders = self._holders[block]
-            holders.remove(sequence.id)
-            if len(holders) == 1:
-                left.update(holders)
-            elif not holders:
-                del self._holders[block]
-                if self._prefixes is None or not self._prefixes.give_back(block):
-                    self._free.append(block)
+        if sequence.id in self._tables:
+            self._give_back(sequence)
+        else:
+            self._swap.drop(sequence.id)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self._accounts.release(sequence)
+        for block in self._holders.leave(reversed(self._tables.pop(sequence.id)), sequence.id):
+            self._copies.pop(block, None)
+            self._swap.forget(block)
+            if self._prefixes is None or not self._prefixes.give_back(block):
+                self._free.append(block)
         if self._prefixes is not None:
             self._prefixes.leave(sequence)
-        self._accounts.release(sequence)
-        self._settle(left, -1)
+
+    def take_moves(self) -> list[Move]:
+        out, back = self._swap.moves()
+        copies, self._copies = list(self._copies.values()), {}
+        return [*out, *copies, *back]
 
     def usage(self) -> Usage:
-        return self._accounts.usage(0 if self._prefixes is None else self._prefixes.idle * self.block_size)
+        cached = 0 if self._prefixes is None else self._prefixes.idle * self.block_size
+        return self._accounts.usage(cached, self._swap.rows)
 
     def take_holdings(self) -> list[Holding]:
         return self._accounts.take()

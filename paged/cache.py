@@ -15,7 +15,8 @@ from kvbench.paged.blocks import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A sequence's table, the allocator's own list, and its copy on the device, made anew when the list has grown."""
+    """A sequence's table, the allocator's own list, and its copy on the device, made anew when the list has grown or is
+    another."""
 
     blocks: list[int]
     on_device: Tensor
@@ -34,6 +35,7 @@ class BlockCache:
         self._writes = torch.empty(0, dtype=torch.int64)
 
     def begin(self, batch: Batch) -> None:
+        self._arena.move(batch.moves)
         device = self._arena.k[0].device
         self._spans = spans(batch)
         known, self._tables = self._tables, {}

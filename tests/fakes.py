@@ -17,25 +17,38 @@ from kvbench.contiguous.slots import Slots
 from kvbench.engine.clock import VirtualClock
 from kvbench.engine.engine import Engine, serve
 from kvbench.engine.interfaces import Allocator, Load
-from kvbench.engine.scheduler import Limits
+from kvbench.engine.scheduler import Limits, Scheduler
 from kvbench.engine.static import StaticScheduler
-from kvbench.engine.types import Batch, Holding, Request, Sampled, Sequence, Ticket, Usage
+from kvbench.engine.types import (
+    COPY,
+    IN,
+    OUT,
+    Batch,
+    Holding,
+    Move,
+    Request,
+    Sampled,
+    Sequence,
+    Ticket,
+    Usage,
+)
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
 
 Pool = Slots | BlockPool
-Token = Callable[[Ordered[int]], int]
+Token = Callable[[Ordered[int], int], int]
 KINDS = ("paged-1", "paged-3", "paged-16", "paged-256", "max", "declared", "pow2", "oracle")
 CACHED_KINDS = ("cached-1", "cached-3", "cached-16")
+SWAPPING_KINDS = ("swapping-1", "swapping-16", "cached_swapping-3", "cached_swapping-16")
 VOCABULARY = 50
 
 
 def make_pool(kind: str, pool_tokens: int, max_model_len: int) -> Pool:
-    """The allocator that a name of `KINDS` or `CACHED_KINDS` stands for."""
-    if kind.startswith("cached-"):
-        return BlockPool(pool_tokens, int(kind.removeprefix("cached-")), prefix_caching=True)
-    if kind.startswith("paged-"):
-        return BlockPool(pool_tokens, int(kind.removeprefix("paged-")))
+    """The allocator that a name of `KINDS`, `CACHED_KINDS` or `SWAPPING_KINDS` stands for."""
+    name, _, size = kind.partition("-")
+    if size:
+        swap_tokens = pool_tokens // 2 if "swapping" in name else 0
+        return BlockPool(pool_tokens, int(size), prefix_caching="cached" in name, swap_tokens=swap_tokens)
     return Slots(pool_tokens, max_model_len, kind)
 
 
@@ -55,17 +68,17 @@ def rows_of(pool: Pool, sequence: Sequence, count: int) -> list[int]:
     return [table[position // size] * size + position % size for position in range(count)]
 
 
-def next_token(known: Ordered[int]) -> int:
-    """A pure function of all known tokens and of their order."""
-    return zlib.crc32(repr(list(known)).encode()) % VOCABULARY
+def next_token(known: Ordered[int], sample: int = 0) -> int:
+    """A pure function of all known tokens and of their order, and of the sample's number."""
+    return zlib.crc32(repr(list(known)).encode(), sample) % VOCABULARY
 
 
-def answer(request: Request, prompt: Ordered[int] | None = None) -> list[int]:
+def answer(request: Request, prompt: Ordered[int] | None = None, sample: int = 0) -> list[int]:
     """What a machine without any limits answers; `prompt` where it was cut."""
     known = list(request.prompt if prompt is None else prompt)
     output: list[int] = []
     while len(output) < (request.output_tokens or request.max_tokens):
-        output.append(next_token(known + output))
+        output.append(next_token(known + output, sample))
         if output[-1] in request.stop_ids:
             break
     return output
@@ -97,6 +110,7 @@ class FakeExecutor:
         self._token = token
         self._ends_s = ends_s
         self._arena: dict[int, int] = {}
+        self._host: dict[int, int] = {}
 
     def launch(self, batch: Batch, now_s: float) -> Ticket:
         assert batch.step == len(self.batches), "steps are numbered without a gap"
@@ -104,17 +118,29 @@ class FakeExecutor:
         self.batches.append(
             [Piece(c.sequence.id, c.sequence.preemptions, c.start, c.end, c.samples, c.sequence.known) for c in chunks]
         )
+        self._move(batch.moves)
         for chunk in chunks:
             rows = rows_of(self._pool, chunk.sequence, chunk.end)
             tokens = chunk.sequence.tokens
             self._arena.update(zip(rows[chunk.start :], tokens[chunk.start : chunk.end], strict=True))
         found = [
-            self._token([self._arena[row] for row in rows_of(self._pool, chunk.sequence, chunk.end)])
+            self._token([self._arena[row] for row in rows_of(self._pool, chunk.sequence, chunk.end)], drawn.sample)
             for chunk in chunks
-            if chunk.samples
+            for drawn in chunk.drawn
         ]
         done_s = self._ends_s[batch.step] if self._ends_s else now_s + cost_s(batch)
         return Ticket(batch, done_s, pending=Sampled(found, (done_s - now_s) / 2))
+
+    def _move(self, moves: Ordered[Move]) -> None:
+        for way, source, target in (
+            (OUT, self._arena, self._host),
+            (COPY, self._arena, self._arena),
+            (IN, self._host, self._arena),
+        ):
+            mine = [(move, row) for move in moves if move.way == way for row in range(move.rows)]
+            assert len({move.target + row for move, row in mine}) == len(mine), "two moves to one row"
+            found = [source[move.source + row] for move, row in mine]
+            target.update((move.target + row, token) for (move, row), token in zip(mine, found, strict=True))
 
     def collect(self, ticket: Ticket) -> Sampled:
         assert isinstance(ticket.pending, Sampled)
@@ -153,6 +179,18 @@ class FaultyAllocator:
     def retire(self, sequence: Sequence) -> None:
         assert isinstance(self.inner, Slots)
         self.inner.retire(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        assert isinstance(self.inner, BlockPool)
+        self.inner.fork(parent, child)
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        assert isinstance(self.inner, BlockPool)
+        return self.inner.swap_out(sequence)
+
+    def take_moves(self) -> list[Move]:
+        assert isinstance(self.inner, BlockPool)
+        return self.inner.take_moves()
 
     def free(self, sequence: Sequence) -> None:
         self.inner.free(sequence)
@@ -194,6 +232,7 @@ def serve_on(
 ) -> Served:
     """A run on virtual time, its tokens kept; `fails` as in `FaultyAllocator`."""
     allocator, executor = FaultyAllocator(pool, fails), FakeExecutor(pool, token=token)
-    scheduler = StaticScheduler(allocator, limits) if static else None
+    paging = allocator if isinstance(pool, BlockPool) else None
+    scheduler = StaticScheduler(allocator, limits) if static else Scheduler(allocator, limits, paging)
     run = serve(load, Engine(allocator, executor, limits, save_tokens=True, scheduler=scheduler), VirtualClock())
     return Served(run, executor.batches, allocator.calls)

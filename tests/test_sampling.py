@@ -32,11 +32,9 @@ SURE = 1e-6
 """How often a right sampler would fail a chi-square test, were the seeds drawn anew."""
 
 
-def chunk(sampling: Sampling, tokens: Iterable[int] = (0,)) -> Chunk:
-    """The last chunk of a sequence that knows `tokens`."""
-    known = tuple(tokens)
-    sequence = Sequence.of(Request(0, known, 8, sampling=sampling))
-    return Chunk(sequence, 0, len(known), samples=True)
+def sampled(sampling: Sampling, tokens: Iterable[int] = (0,)) -> Sequence:
+    """A sequence that knows `tokens`."""
+    return Sequence.of(Request(0, tuple(tokens), 8, sampling=sampling))
 
 
 def distribution(logits: Listing[float], sampling: Sampling, seen: Iterable[int] = ()) -> list[float]:
@@ -68,8 +66,8 @@ def surprise(counts: Counter[Any], expected: dict[Any, float]) -> float:
     return float(chi2.sf(statistic, len(bins) - 1))
 
 
-def draw(chunks: list[Chunk], logits: Listing[float] = LOGITS) -> list[int]:
-    found: list[int] = next_tokens(torch.tensor(logits).repeat(len(chunks), 1), chunks).tolist()
+def draw(sequences: list[Sequence], logits: Listing[float] = LOGITS) -> list[int]:
+    found: list[int] = next_tokens(torch.tensor(logits).repeat(len(sequences), 1), sequences).tolist()
     return found
 
 
@@ -90,12 +88,12 @@ ASKED = {
 def test_draws_have_the_distribution_asked_for(name: str, varied: str) -> None:
     seen, count = (3, 4, 9, 3), 8000
     if varied == "seed":
-        chunks = [chunk(replace(ASKED[name], seed=seed), seen) for seed in range(count)]
+        sequences = [sampled(replace(ASKED[name], seed=seed), seen) for seed in range(count)]
     else:
         count = 1500  # one request, whose text is ever longer
-        chunks = [chunk(replace(ASKED[name], seed=7), seen + (3,) * more) for more in range(count)]
+        sequences = [sampled(replace(ASKED[name], seed=7), seen + (3,) * more) for more in range(count)]
     expected = distribution(LOGITS, ASKED[name], seen)
-    assert surprise(Counter(draw(chunks)), dict(enumerate(expected))) > SURE
+    assert surprise(Counter(draw(sequences)), dict(enumerate(expected))) > SURE
 
 
 def test_neighbours_are_independent() -> None:
@@ -103,11 +101,11 @@ def test_neighbours_are_independent() -> None:
     logits, sampling = (0.5, 0.0, -0.5), Sampling(1.0)
     single = distribution(logits, sampling)
     pairs = {(a, b): single[a] * single[b] for a in range(3) for b in range(3)}
-    by_seed = draw([chunk(replace(sampling, seed=seed), (0,)) for seed in range(9000)], logits)
+    by_seed = draw([sampled(replace(sampling, seed=seed), (0,)) for seed in range(9000)], logits)
     assert surprise(Counter(zip(by_seed[::2], by_seed[1::2], strict=True)), pairs) > SURE
-    next_seed = draw([chunk(replace(sampling, seed=seed - 1), (0, 0)) for seed in range(1, 9001)], logits)
+    next_seed = draw([sampled(replace(sampling, seed=seed - 1), (0, 0)) for seed in range(1, 9001)], logits)
     assert surprise(Counter(zip(by_seed[1:], next_seed, strict=False)), pairs) > SURE
-    by_position = draw([chunk(replace(sampling, seed=3), (0,) * length) for length in range(1, 1801)], logits)
+    by_position = draw([sampled(replace(sampling, seed=3), (0,) * length) for length in range(1, 1801)], logits)
     assert surprise(Counter(zip(by_position[::2], by_position[1::2], strict=True)), pairs) > SURE
 
 
@@ -126,7 +124,7 @@ def test_the_nucleus_is_the_smallest_that_reaches_top_p(drawn: tuple[list[int], 
     for top_p, size in ((reached * (1 - 1e-5), cut + 1), (min(1.0, reached * (1 + 1e-5)), min(cut + 2, len(ranks)))):
         kept = {weights.index(weight) for weight in ordered[:size]}
         found = draw(
-            [chunk(Sampling(1.0, top_p, seed=seed)) for seed in range(300)], [math.log(one) for one in weights]
+            [sampled(Sampling(1.0, top_p, seed=seed)) for seed in range(300)], [math.log(one) for one in weights]
         )
         assert set(found) <= kept
         likely = {token for token in kept if weights[token] / sum(ordered[:size]) > 0.1}  # missed: 300 x, 2e-14
@@ -134,17 +132,17 @@ def test_the_nucleus_is_the_smallest_that_reaches_top_p(drawn: tuple[list[int], 
 
 
 def test_of_equally_likely_tokens_the_lower_ones_stay() -> None:
-    found = draw([chunk(Sampling(1.0, 0.0099, seed=seed)) for seed in range(200)], [0.0] * 1000)
+    found = draw([sampled(Sampling(1.0, 0.0099, seed=seed)) for seed in range(200)], [0.0] * 1000)
     assert set(found) == set(range(10))
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.0, top_p=0.2), Sampling(1e-30), Sampling(5e-324)])
 def test_no_temperature_is_greedy_whatever_top_p_says(sampling: Sampling) -> None:
-    assert draw([chunk(replace(sampling, seed=seed)) for seed in range(50)]) == [0] * 50
+    assert draw([sampled(replace(sampling, seed=seed)) for seed in range(50)]) == [0] * 50
 
 
 def test_the_highest_temperature_is_a_fair_die() -> None:
-    found = Counter(draw([chunk(Sampling(1e300, seed=seed)) for seed in range(6000)]))
+    found = Counter(draw([sampled(Sampling(1e300, seed=seed)) for seed in range(6000)]))
     assert surprise(found, dict.fromkeys(range(len(LOGITS)), 1 / len(LOGITS))) > SURE
 
 
@@ -152,14 +150,14 @@ def test_a_row_depends_on_no_other_row() -> None:
     """Greedy rows and any others, alone and together in any order."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(90, 50, generator=generator)
-    chunks = [
-        chunk(replace(sampling, seed=row), (row % 50, 3))
+    sequences = [
+        sampled(replace(sampling, seed=row), (row % 50, 3))
         for row, sampling in zip(range(90), [GREEDY, *ASKED.values()] * 10, strict=True)
     ]
-    alone = [int(next_tokens(logits[row : row + 1], [one])) for row, one in enumerate(chunks)]
+    alone = [int(next_tokens(logits[row : row + 1], [one])) for row, one in enumerate(sequences)]
     order = random.Random(2).sample(range(90), 90)
-    assert next_tokens(logits, chunks).tolist() == alone
-    assert next_tokens(logits[order], [chunks[row] for row in order]).tolist() == [alone[row] for row in order]
+    assert next_tokens(logits, sequences).tolist() == alone
+    assert next_tokens(logits[order], [sequences[row] for row in order]).tolist() == [alone[row] for row in order]
     assert alone[::9] == logits.argmax(-1).tolist()[::9]
 
 
@@ -167,7 +165,7 @@ def test_a_row_depends_on_no_other_row() -> None:
 def test_logits_are_left_as_they_are(dtype: torch.dtype) -> None:
     logits = torch.tensor([LOGITS]).to(dtype)
     before = logits.clone()
-    next_tokens(logits, [chunk(Sampling(0.8, 0.9, 1.5), (0, 3))])
+    next_tokens(logits, [sampled(Sampling(0.8, 0.9, 1.5), (0, 3))])
     assert torch.equal(logits, before)
 
 
@@ -250,7 +248,7 @@ def test_logits_that_are_no_numbers_raise(  # vllm#14126
 
 def test_a_forbidden_token_is_never_drawn_and_no_fault() -> None:
     logits = [-math.inf, 1.0, 2.0]
-    found = draw([chunk(Sampling(3.0, 0.9, 1.5, seed=seed), (0, 1)) for seed in range(300)], logits)
+    found = draw([sampled(Sampling(3.0, 0.9, 1.5, seed=seed), (0, 1)) for seed in range(300)], logits)
     assert set(found) == {1, 2}
 
 

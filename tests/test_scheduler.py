@@ -29,7 +29,7 @@ class Steps:
         self.scheduler = Scheduler(pool, Limits(1000, budget, sequences))
         self.step = 0
         for one in requests:
-            self.scheduler.add(Sequence.of(one))
+            self.scheduler.add([Sequence.of(one)])
 
     def next(self) -> Plan:
         """The plan of the next step, after which its tokens exist and what ended is gone."""
@@ -89,7 +89,7 @@ def test_shortage_takes_from_the_latest_and_it_comes_back_first() -> None:
     before a later arrival, and start over with what they had generated."""
     steps = Steps(BlockPool(12, 4), *(request(number, 4, 4) for number in range(3)))
     assert steps.chunks() == [(0, 0, 4), (1, 0, 4), (2, 0, 4)]
-    steps.scheduler.add(Sequence.of(request(3, 1, 1)))
+    steps.scheduler.add([Sequence.of(request(3, 1, 1))])
     plan = steps.next()
     assert ([chunk.sequence.id for chunk in plan.chunks], ids(plan.preempted), plan.admitted) == ([0], [2, 1], [])
     assert steps.waiting() == [1, 2, 3]
@@ -238,7 +238,7 @@ def test_a_rejection_costs_its_client_no_step(kind: str) -> None:
 def test_an_answer_ends_with_its_stop_token(kind: str) -> None:  # sglang#24254
     asked = request(0, 10, 64, output_tokens=None, stop_ids=frozenset({2}))
     pool = make_pool(kind, 128, 80)
-    run, *_ = serve_on(pool, ClosedLoop([asked], 1), Limits(80), token=lambda known: 2 if len(known) == 16 else 7)
+    run, *_ = serve_on(pool, ClosedLoop([asked], 1), Limits(80), token=lambda known, _: 2 if len(known) == 16 else 7)
     (record,) = run.requests
     assert (record.status, record.reason, record.output_tokens) == (FINISHED, "stop", 7)
     assert record.output_token_ids == [7] * 6 + [2]

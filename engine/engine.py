@@ -80,10 +80,10 @@ class Engine:
 
     def _fitted(self, request: Request) -> tuple[tuple[int, ...], str]:
         """The prompt as it will be served, and why it cannot be (empty: it can)."""
-        if request.n > self.limits.max_sequences:
-            return (
-                request.prompt,
-                f"{request.n} samples never run together under max_num_seqs {self.limits.max_sequences}",
+        if request.n > self.limits.seats:
+            return request.prompt, (
+                f"its {request.n} samples never run at once: max_num_seqs {self.limits.max_sequences}, "
+                f"max_num_batched_tokens {self.limits.max_batched_tokens}"
             )
         room = self.limits.max_model_len - request.max_tokens
         if len(request.prompt) <= room:
@@ -156,14 +156,14 @@ class Engine:
             chunk.sequence.computed = chunk.end
             self.allocator.commit(chunk.sequence)
         drawn = [sequence for chunk in batch.chunks for sequence in chunk.drawn]
-        for parent in [sequence for sequence in drawn if sequence.forks]:
-            self.scheduler.fork(parent)
         ended: list[tuple[Sequence, str]] = []
         for sequence, token in zip(drawn, sampled.tokens, strict=True):
             sequence.emit(token, batch.step)
             if (reason := sequence.ended) and sequence.request.id not in self._leaving:
                 ended.append((sequence, reason))
         self.steps.append(self._step_record(batch, plan, sampled, start_s, now_s))
+        for parent in [sequence for sequence in drawn if sequence.forks]:
+            self.scheduler.fork(parent)
         for sequence, reason in ended:
             self.scheduler.finish(sequence)
             self._end(sequence, FINISHED, reason)

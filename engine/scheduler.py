@@ -34,6 +34,11 @@ class Limits:
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise KvbenchError(f"request_timeout_s must be above 0, not {self.request_timeout_s}")
 
+    @property
+    def seats(self) -> int:
+        """How many sequences can run at once, with a token each in every step."""
+        return min(self.max_sequences, self.max_batched_tokens)
+
 
 @dataclass(slots=True)
 class Plan:
@@ -155,7 +160,7 @@ class Scheduler:
         """Admit the head of the queue where its whole known part fits; nobody overtakes it."""
         while self.waiting:
             sequence = self.waiting[0]
-            if self._running_soon() + 1 + len(sequence.forks) > self.limits.max_sequences:
+            if self._running_soon() + 1 + len(sequence.forks) > self.limits.seats:
                 return None
             if not self.allocator.could_hold(sequence, sequence.known):
                 self.waiting.popleft()

@@ -37,8 +37,7 @@ class Cell:
     @property
     def block(self) -> int:
         """The block size, 0 on a contiguous allocator."""
-        name, _, size = self.kind.partition("-")
-        return int(size) if name in ("paged", "cached") else 0
+        return int(self.kind.partition("-")[2] or 0)
 
     def serve(self, pool: Pool | None = None) -> Served:
         load: Load = ClosedLoop(self.requests, self.concurrency) if self.concurrency else OpenLoop(self.requests)

@@ -34,18 +34,27 @@ class Stay:
 class Watched(BlockPool):
     """A pool that keeps what it is asked about once a step: each stay with its table, rows asked for and filled."""
 
-    def __init__(self, pool_tokens: int, block_size: int) -> None:
-        super().__init__(pool_tokens, block_size, prefix_caching=True)
+    def __init__(self, pool_tokens: int, block_size: int, *, prefix_caching: bool = True, swap_tokens: int = 0) -> None:
+        super().__init__(pool_tokens, block_size, prefix_caching=prefix_caching, swap_tokens=swap_tokens)
         self.log: list[list[tuple[Stay, list[int], int, int]]] = []
         self.stays: dict[int, Stay] = {}
 
     def reserve(self, sequence: Sequence, rows: int) -> bool:
-        before = len(self._tables.get(sequence.id, []))
+        before = list(self._tables.get(sequence.id, []))
         if not super().reserve(sequence, rows):
             return False
-        if len(self.table(sequence)) > before:
+        if self.table(sequence) != before:
             self.stays.setdefault(sequence.id, Stay(sequence)).asked = rows
         return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        super().fork(parent, child)
+        self.stays[child.id] = Stay(child, asked=child.computed)
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        if done := super().swap_out(sequence):
+            self.stays.pop(sequence.id).final = sequence.computed
+        return done
 
     def free(self, sequence: Sequence) -> None:
         if sequence.id in self.stays:
@@ -104,7 +113,8 @@ def test_any_workload_with_the_cache_on(cell: Cell) -> None:
 
 
 def check_rows(run: Run, pool: Watched) -> None:
-    """The five parts of the pool, row by row: one that several hold is in use, any other is its sequence's."""
+    """The five parts of the pool, row by row: one that several hold is filled or was only rounded up to, any other is
+    its sequence's."""
     parts, size = split(run), pool.block_size
     for number, (step, stays) in enumerate(zip(run.steps, pool.log, strict=False)):
         holders: dict[int, list[tuple[Stay, int, int, int]]] = defaultdict(list)
@@ -114,8 +124,9 @@ def check_rows(run: Run, pool: Watched) -> None:
         rows = Counter[str](free=step.pool_tokens - len(holders) * size)
         for those in holders.values():
             if len(those) > 1:
-                assert all(first + size <= filled for _, first, _, filled in those), "a shared block that is not full"
-                rows["used"] += size
+                (full,) = {min(size, filled - first) for _, first, _, filled in those}
+                rows["used"] += full
+                rows["rounding"] += size - full
                 continue
             ((stay, first, asked, filled),) = those
             for row in range(first, first + size):

@@ -22,7 +22,8 @@ def summarise(
     """The metric columns of one cell over its total window; each formula stands with its function.
 
     `price_usd_per_hour` is that of one card, `cards` how many served the run. Requests belong to the window they were
-    scheduled in and are followed to their end, tokens to the one their time stamp lies in.
+    scheduled in and are followed to their end, tokens to the one their time stamp lies in. Latencies are those of each
+    sample; whatever counts requests counts one of several samples once, by the worst that became of them.
     """
     assert price_usd_per_hour is None or 0 <= price_usd_per_hour < math.inf, price_usd_per_hour
     assert cards >= 1, cards
@@ -75,20 +76,20 @@ def _throughput(run: Run, requests: Sequence[RequestRecord], window: Window, car
         "output_tokens_per_s_per_card": None if (rate := per_s(tokens_out)) is None else rate / cards,
         "input_tokens_per_s": per_s(tokens_in),
         "total_tokens_per_s": per_s(tokens_in + tokens_out),
-        "requests_per_s": per_s(sum(request.status == FINISHED for request in requests)),
+        "requests_per_s": per_s(sum(_status(samples) == FINISHED for samples in _asked(requests))),
         "achieved_rate_per_s": _achieved_rate(requests),
     }
 
 
 def _tokens(run: Run, window: Window) -> tuple[int, int]:
-    """Input and output tokens of the window."""
-    tokens_in = sum(request.input_tokens for request in run.requests if request.first_s in window)
+    """Input and output tokens of the window; a prompt counts once, however many samples are drawn from it."""
+    tokens_in = sum(one.input_tokens for one in run.requests if one.sample == 0 and one.first_s in window)
     return tokens_in, sum(at_s in window for request in run.requests for at_s in request.token_s)
 
 
 def _achieved_rate(requests: Sequence[RequestRecord]) -> float | None:
     """Requests per second as they were sent, (N - 1) / (last send - first send)."""
-    sent = [request.sent_s for request in requests]
+    sent = [samples[0].sent_s for samples in _asked(requests)]
     return (len(sent) - 1) / (max(sent) - min(sent)) if sent and max(sent) > min(sent) else None
 
 
@@ -99,8 +100,11 @@ def _objectives(requests: Sequence[RequestRecord], slos: Sequence[Slo], window: 
     +infinity, stand in columns of their own (`slo_ttft_p99_s`).
     """
     each = [slo for slo in slos if slo.percentile is None]
-    good = sum(request.status == FINISHED and all(slo.met_by(request) for slo in each) for request in requests)
-    attainment = good / len(requests) if requests else None
+    asked = _asked(requests)
+    good = sum(
+        _status(samples) == FINISHED and all(slo.met_by(one) for slo in each for one in samples) for samples in asked
+    )
+    attainment = good / len(asked) if asked else None
     holds = [attainment >= ATTAINMENT_TARGET] if each and attainment is not None else []
     percentiles: dict[str, Number] = {}
     for slo in slos:
@@ -117,21 +121,25 @@ def _objectives(requests: Sequence[RequestRecord], slos: Sequence[Slo], window: 
 
 def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict[str, Number]:
     """What happened how often; submitted = finished + failed + rejected + aborted + unfinished."""
-    by_status = Counter(request.status for request in requests)
+    asked = _asked(requests)
+    by_status = Counter(map(_status, asked))
     statuses = (FINISHED, FAILED, REJECTED, ABORTED, UNFINISHED)
     ends = {f"requests_{status}": by_status[status] for status in statuses}
-    assert sum(ends.values()) == len(requests), f"a request has an unknown status: {dict(by_status)}"
+    assert sum(ends.values()) == len(asked), f"a request has an unknown status: {dict(by_status)}"
     tokens_in, tokens_out = _tokens(run, window)
     steps = [step for step in run.steps if step.end_s in window]
     return {
         "preemptions": sum(request.preemptions for request in requests),
+        "swaps": sum(request.swaps for request in requests),
         "peak_running": max((step.running for step in steps), default=0),
-        "requests_submitted": len(requests),
+        "requests_submitted": len(asked),
         **ends,
         "cached_tokens_total": sum(request.cached_tokens for request in requests),
         "prefix_hit_rate": _prefix_hit_rate(requests),
-        "requests_truncated": sum(request.truncated_tokens > 0 for request in requests),
-        "requests_one_token": sum(r.status == FINISHED and r.output_tokens == 1 for r in requests),
+        "requests_truncated": sum(samples[0].truncated_tokens > 0 for samples in asked),
+        "requests_one_token": sum(
+            _status(samples) == FINISHED and all(one.output_tokens == 1 for one in samples) for samples in asked
+        ),
         "input_tokens_total": tokens_in,
         "output_tokens_total": tokens_out,
         "external_fragmentation_events": run.external_fragmentation_events,
@@ -140,7 +148,21 @@ def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict
 
 
 def _prefix_hit_rate(requests: Sequence[RequestRecord]) -> float | None:
-    """Input tokens found in memory / input tokens, of the requests that were admitted."""
-    admitted = [request for request in requests if request.admitted_s is not None]
+    """Input tokens found in memory / input tokens, of the requests that were admitted; of several samples the one that
+    looked."""
+    admitted = [request for request in requests if request.admitted_s is not None and request.sample == 0]
     asked = sum(request.input_tokens for request in admitted)
     return sum(request.cached_tokens for request in admitted) / asked if asked else None
+
+
+def _asked(requests: Sequence[RequestRecord]) -> list[list[RequestRecord]]:
+    """The samples of each request."""
+    found: dict[int, list[RequestRecord]] = {}
+    for request in requests:
+        found.setdefault(request.request, []).append(request)
+    return list(found.values())
+
+
+def _status(samples: Sequence[RequestRecord]) -> str:
+    """What became of a request: `finished` where all its samples did, else what became of the first that did not."""
+    return next((one.status for one in samples if one.status != FINISHED), FINISHED)

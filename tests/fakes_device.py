@@ -20,7 +20,7 @@ from kvbench.engine.engine import Engine, serve
 from kvbench.engine.interfaces import Cache
 from kvbench.engine.model import BoundModel
 from kvbench.engine.runner import ModelRunner
-from kvbench.engine.scheduler import Limits
+from kvbench.engine.scheduler import Limits, Scheduler
 from kvbench.engine.types import GREEDY, Batch, Request, Sampling, Sequence
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
@@ -107,11 +107,13 @@ def arena_for(
     dtype: torch.dtype = torch.float32,
     *,
     fill: float = math.nan,
+    host_rows: int = 0,
     kind: type[Arena] = Arena,
 ) -> Arena:
-    """The allocator's memory on the CPU, and the padding block or one row more."""
+    """The allocator's memory on the CPU, and the padding block or one row more; `host_rows` as swap space."""
     padding = allocator.block_size if isinstance(allocator, BlockPool) else 1
-    return kind(shape, allocator.pool_tokens + padding, dtype, torch.device("cpu"), fill=fill)
+    rows = allocator.pool_tokens + padding
+    return kind(shape, rows, dtype, torch.device("cpu"), host_rows=host_rows, fill=fill)
 
 
 def cache_for(allocator: Slots | BlockPool, arena: Arena) -> SlotCache | BlockCache:
@@ -131,9 +133,11 @@ def answer(
     limits: Limits,
     cache: Cache | None = None,
     sampling: Sampling = GREEDY,
+    samples: int = 1,
+    host_rows: int = 0,
 ) -> Run:
     """Serve all prompts at once, each for exactly `new_tokens` tokens, which the records keep. All are sampled as
-    `sampling` says, each with its own seed."""
+    `sampling` says, each with its own seed, `samples` times."""
     requests = [
         Request(
             number,
@@ -141,10 +145,12 @@ def answer(
             new_tokens,
             output_tokens=new_tokens,
             sampling=replace(sampling, seed=sampling.seed + number),
+            n=samples,
         )
         for number, prompt in enumerate(prompts)
     ]
     if cache is None:
-        cache = cache_for(allocator, arena_for(allocator, model.kv, model.dtype))
-    engine = Engine(allocator, ModelRunner(model, cache), limits, save_tokens=True)
+        cache = cache_for(allocator, arena_for(allocator, model.kv, model.dtype, host_rows=host_rows))
+    scheduler = Scheduler(allocator, limits, allocator if isinstance(allocator, BlockPool) else None)
+    engine = Engine(allocator, ModelRunner(model, cache), limits, save_tokens=True, scheduler=scheduler)
     return serve(ClosedLoop(requests, len(requests)), engine, WallClock())

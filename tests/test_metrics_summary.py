@@ -50,6 +50,10 @@ def idle_step(number: int, end_s: float, running: int) -> StepRecord:
 
 
 def run_of(*requests: RequestRecord, end_s: float, steps: tuple[StepRecord, ...] = ()) -> Run:
+    number = -1
+    for request in requests:
+        number += request.sample == 0
+        request.request = number
     return Run(list(requests), list(steps), [], 8, end_s)
 
 
@@ -63,6 +67,7 @@ def test_every_column_of_a_small_run_by_hand() -> None:
     )
     requests[0].cached_tokens, requests[1].cached_tokens = 4, 8
     requests[0].preemptions, requests[2].preemptions, requests[1].truncated_tokens = 2, 1, 5
+    requests[0].swaps = 1
     run = run_of(*requests, end_s=10.0, steps=(idle_step(0, 1.0, 1), idle_step(1, 3.0, 3), idle_step(2, 5.0, 2)))
     run.external_fragmentation_events = 4
 
@@ -95,6 +100,7 @@ def test_every_column_of_a_small_run_by_hand() -> None:
         "attainment": 0.2,
         "slo_met": False,
         "preemptions": 3,
+        "swaps": 1,
         "peak_running": 3,
         "requests_submitted": 5,
         "requests_finished": 2,
@@ -116,6 +122,35 @@ def test_every_column_of_a_small_run_by_hand() -> None:
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     json.dumps(row, allow_nan=False)
+
+
+def test_samples_are_one_request_and_each_has_its_latency() -> None:
+    """Two requests of two samples each: one of them whole and in time, the other with a sample that came to nothing."""
+    samples = (
+        answered([1.0, 1.5]),
+        answered([1.0, 3.0]),
+        answered([2.0, 2.5], scheduled_s=1.0, input_tokens=30),
+        refused(ABORTED, scheduled_s=1.0, token_s=(2.0,)),
+    )
+    samples[1].sample = samples[3].sample = 1
+    samples[0].cached_tokens = 4
+    row = summarise(run_of(*samples, end_s=10.0), slos=[Slo("tpot", 2.0)])
+    expected = {
+        "ttft_samples": 3,
+        "tpot_mean_s": 1.0,  # 0.5, 2.0 and 0.5
+        "requests_submitted": 2,
+        "requests_finished": 1,
+        "requests_aborted": 1,
+        "requests_per_s": 0.1,
+        "achieved_rate_per_s": 1.0,  # (2 - 1) / 1 s
+        "attainment": 0.5,
+        "input_tokens_total": 40,  # a prompt counts once
+        "output_tokens_total": 7,
+        "prefix_hit_rate": 0.1,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    late = summarise(run_of(*samples, end_s=10.0), slos=[Slo("tpot", 1.0)])
+    assert late["attainment"] == 0.0, "a request is good where all its samples are"
 
 
 def test_gaps_leave_the_first_token_out() -> None:

@@ -17,7 +17,7 @@ from test_engine import Cell
 from test_prefix_runs import Watched, check_rows
 
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import COMMON, Sampling, Usage
+from kvbench.engine.types import COMMON, Sampling, Sequence, Usage
 from kvbench.metrics.memory import split
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, Hold
 from kvbench.paged.blocks import BlockPool
@@ -278,3 +278,22 @@ def test_random_mixtures_leave_nothing() -> None:
         assert sum(one.preemptions for one in run.requests) > 10
         assert (sum(one.swaps for one in run.requests) > 5) == ("swapping" in kind)
         assert replace(pool.usage(), cached=0) == Usage(0, 0, 160)
+
+
+def test_what_is_given_up_before_its_copy_is_not_copied() -> None:
+    """A sample that is freed at once after it asked for its own block, and one that is freed on its way back in."""
+    pool = BlockPool(64, 4, swap_tokens=16)
+    parent, child = (Sequence.of(request(0, 6, 8, n=2), sample=sample) for sample in range(2))
+    assert pool.reserve(parent, 6)
+    parent.computed = child.computed = 6
+    pool.commit(parent)
+    pool.fork(parent, child)
+    child.tokens.append(1)
+    assert pool.reserve(child, 7)
+    pool.free(child)
+    assert pool.take_moves() == []
+    parent.tokens.append(1)
+    assert pool.swap_out(parent) and len(pool.take_moves()) == 2
+    assert pool.reserve(parent, 7)
+    pool.free(parent)
+    assert pool.take_moves() == [] and pool.usage() == Usage(0, 0, 64)

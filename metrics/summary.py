@@ -116,7 +116,8 @@ def _objectives(requests: Sequence[RequestRecord], slos: Sequence[Slo], window: 
 
 
 def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict[str, Number]:
-    """What happened how often; submitted = finished + failed + rejected + aborted + unfinished."""
+    """What happened how often; submitted = finished + failed + rejected + aborted + unfinished. Of the output tokens,
+    those of requests that did not finish are incomplete answers."""
     by_status = Counter(request.status for request in requests)
     statuses = (FINISHED, FAILED, REJECTED, ABORTED, UNFINISHED)
     ends = {f"requests_{status}": by_status[status] for status in statuses}
@@ -134,6 +135,9 @@ def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict
         "requests_one_token": sum(r.status == FINISHED and r.output_tokens == 1 for r in requests),
         "input_tokens_total": tokens_in,
         "output_tokens_total": tokens_out,
+        "output_tokens_incomplete": sum(
+            at_s in window for request in run.requests if request.status != FINISHED for at_s in request.token_s
+        ),
         "external_fragmentation_events": run.external_fragmentation_events,
         "steps": len(steps),
     }

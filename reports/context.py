@@ -174,8 +174,8 @@ def no_device_figures(manifest: Row) -> str:
 
 
 def checks(folder: RunFolder, results: Results) -> list[Check]:
-    """Missing cells, a forced resumption, failed cells, answered requests, tokens of no whole answer, samples behind the
-    p99, repeats, window."""
+    """Missing cells, a forced resumption, failed cells, tokens of no whole answer, answered requests, samples behind
+    the p99, repeats, window."""
     found = []
     if late := unfinished(results, folder.manifest):
         found.append(Check(WARNING, late.rstrip(".")))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbench.reports.columns import answer_columns
 from kvbench.reports.contests import LEVEL, Contest, contests, focus, reference
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import OK, Group, Results, Row
-from kvbench.reports.columns import answer_columns
 from kvbench.reports.tables import Table, device_table, pool_table, summary
 from kvbench.reports.words import DASH, number, percent, ratio_decimals, sentence_case
 

@@ -97,7 +97,7 @@ def _courses(run: Run) -> tuple[Shares, dict[str, Course]]:
     free = replace(course(parts.free), bins=1 - np.sum([part.bins for part in held.values()], axis=0))
     beside = {
         CACHED: (cached, lasting),
-        "spared": (logical - parts.used, times),
+        "spared": ((logical - parts.used).clip(0), times),  # early runs have no logical rows
         "swapped": (swapped, times),
     }
     extra = {kind: course(rows, ranges) for kind, (rows, ranges) in beside.items() if rows.any()}

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench import __version__
 from kvbench.cli.config import SweepConfig
-from kvbench.engine.environment import peak_memory_bytes, versions
+from kvbench.engine.environment import versions
+from kvbench.engine.footprint import peak_memory_bytes
 from kvbench.errors import KvbenchError
 from kvbench.metrics.store import RunFolder
 from kvbench.workloads.datasets import RandomTokens

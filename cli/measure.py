@@ -11,6 +11,7 @@ from statistics import median
 from kvbench.cli.job import Job
 from kvbench.cli.stack import BACKENDS, release_memory
 from kvbench.engine.engine import Watch
+from kvbench.engine.footprint import Footprint
 from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
 from kvbench.metrics.records import FINISHED, REJECTED, UNFINISHED, Run
@@ -27,6 +28,7 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     status, reason, run = "ok", "", None
     numbers: Row = {}
     load, timeout_s = job.load(cell), job.config.cell_timeout_s or math.inf
+    footprint = Footprint(job.stack.model.device)
     try:
         run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
         numbers = dict(summarise(run, slos=job.config.slos, price_usd_per_hour=job.config.price_usd_per_hour))
@@ -40,7 +42,14 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     release_memory(job.stack.model)
     if cell.request_rate is None and numbers:
         numbers["achieved_rate_per_s"] = None  # a closed loop asks for no rate
-    return _leading(job, cell, status, reason) | numbers, run
+    memory = {"kv_arena_bytes": _arena_bytes(job)} | footprint.read()  # what is held now is held without the cell
+    return _leading(job, cell, status, reason) | numbers | memory, run
+
+
+def _arena_bytes(job: Job) -> int:
+    """Keys and values of the pool's rows and of one padding block, the same for each backend."""
+    cache, model = job.stack.cache, job.stack.model
+    return (cache.pool_tokens + cache.block_size) * model.kv.bytes_per_token(model.dtype.itemsize)
 
 
 def _verdict(run: Run, unasked: int, timeout_s: float) -> tuple[str, str]:

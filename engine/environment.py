@@ -183,11 +183,3 @@ def cpu_in_use(seconds: float = 0.4) -> float:
     import psutil
 
     return float(psutil.cpu_percent(seconds)) / 100
-
-
-def peak_memory_bytes() -> int:
-    """The most memory this process had resident so far."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -10,6 +10,9 @@ its stay ended):
 
 No live sequence fills more than min(final, held), so the sum of `filled + reserved` over the sequences is that of
 min(final, held), which is constant over a hold: only `used` must be recorded step by step.
+
+Beside the parts: `cached` rows are free ones whose content could be reused, `swapped` rows lie in the host's memory and
+so outside the pool, and `logical` rows are the used ones counted once for each sequence that reads them.
 """
 
 from __future__ import annotations
@@ -55,10 +58,10 @@ def split(run: Run) -> MemoryParts:
     """
     import numpy as np
 
-    step, used, recorded, free, pool = _columns(
-        run.steps, "step", "used_tokens", "held_tokens", "free_tokens", "pool_tokens"
+    step, used, recorded, free, cached, pool = columns(
+        run.steps, "step", "used_tokens", "held_tokens", "free_tokens", "cached_tokens", "pool_tokens"
     )
-    first, end, held, asked, final = _columns(
+    first, end, held, asked, final = columns(
         run.holds, "first_step", "end_step", "held_tokens", "asked_tokens", "final_tokens"
     )
     assert (np.diff(step) > 0).all(), "steps are out of order"
@@ -80,43 +83,58 @@ def split(run: Run) -> MemoryParts:
         (parts.pool != pool, "the parts are not the pool"),
         (used < 0, "rows in use are negative"),
         (free < 0, "free rows are negative"),
+        (cached > free, "more rows are cached than free"),
         (parts.reserved < 0, "more rows are in use than will be filled"),
     ):
         assert not wrong.any(), f"step {step[wrong.argmax()]}: {what}"
     return parts
 
 
-def memory_summary(run: Run, window: Window) -> dict[str, float | None]:
-    """Time-weighted mean and peak of utilisation (used / pool), efficiency (used / held), fragmentation ((internal +
-    rounding) / held) and sharing (1 - used / logical: the share of the sequences' rows that exist only once for
-    several) over the steps of the window, as `kv_..._mean` and `kv_..._peak`.
+def memory_summary(run: Run, window: Window) -> dict[str, float | int | None]:
+    """What the window's steps say of the pool. Means are time-weighted:
 
-    A step weighs as long as it lasts inside the window. Idle time weighs nothing: no step runs then and nothing is
-    held, so counting it would mix the load into what these numbers say about the layout. A step that holds nothing
-    has no efficiency and no fragmentation, one that has filled nothing no sharing; what is defined at no step is None.
+        kv_utilisation    used / pool                            mean and peak
+        kv_efficiency     used / held                            mean and peak
+        kv_fragmentation  (internal + rounding) / held           mean and peak
+        kv_sharing        (logical - used) / logical             mean and peak
+        kv_reserved, kv_internal, kv_rounding, kv_free           mean of each part / pool
+        kv_cached         the part of free that could be reused  mean of it / pool
+        swapped_tokens    rows in the host's memory              peak, in rows
+
+    The means of utilisation, reserved, internal, rounding and free add up to 1. A step weighs as long as it lasts
+    inside the window. Idle time weighs nothing: no step runs then and nothing is held, so counting it would mix the
+    load into what these numbers say about the layout. A step that holds nothing has no efficiency and no fragmentation,
+    one that has filled nothing no sharing; what is defined at no step is None.
     """
     import numpy as np
 
     parts = split(run)
     start_s = np.array([step.start_s for step in run.steps])
     end_s = np.array([step.end_s for step in run.steps])
-    (logical,) = _columns(run.steps, "logical_tokens")
+    logical, cached, swapped = columns(run.steps, "logical_tokens", "cached_tokens", "swapped_tokens")
     seconds = np.minimum(end_s, window.end_s) - np.maximum(start_s, window.start_s)
-    wasted, summary = parts.internal + parts.rounding, dict[str, float | None]()
-    for name, rows, of in (
-        ("utilisation", parts.used, parts.pool),
-        ("efficiency", parts.used, parts.held),
-        ("fragmentation", wasted, parts.held),
-        ("sharing", logical - parts.used, logical),
-    ):
-        defined = (seconds >= 0) & (of > 0)
+    inside = seconds >= 0
+    summary: dict[str, float | int | None] = {}
+
+    def tell(name: str, rows: Rows, of: Rows, *, peak: bool = False) -> None:
+        defined = inside & (of > 0)
         ratio, weight = rows[defined] / of[defined], seconds[defined]
         summary[f"kv_{name}_mean"] = float(np.average(ratio, weights=weight)) if weight.sum() > 0 else None
-        summary[f"kv_{name}_peak"] = float(ratio.max()) if ratio.size else None
-    return summary
+        if peak:
+            summary[f"kv_{name}_peak"] = float(ratio.max()) if ratio.size else None
+
+    tell("utilisation", parts.used, parts.pool, peak=True)
+    tell("efficiency", parts.used, parts.held, peak=True)
+    tell("fragmentation", parts.internal + parts.rounding, parts.held, peak=True)
+    tell("sharing", logical - parts.used, logical, peak=True)
+    for name in ("reserved", "internal", "rounding", "free"):
+        tell(name, getattr(parts, name), parts.pool)
+    tell("cached", cached, parts.pool)
+    return summary | {"swapped_tokens_peak": int(swapped[inside].max()) if inside.any() else None}
 
 
-def _columns(rows: Sequence[object], *names: str) -> list[Rows]:
+def columns(rows: Sequence[object], *names: str) -> list[Rows]:
+    """Whole numbers of the rows, an array for each name."""
     import numpy as np
 
     return [np.array([getattr(row, name) for row in rows], np.int64) for name in names]

@@ -120,7 +120,8 @@ def _objectives(requests: Sequence[RequestRecord], slos: Sequence[Slo], window: 
 
 
 def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict[str, Number]:
-    """What happened how often; submitted = finished + failed + rejected + aborted + unfinished."""
+    """What happened how often; submitted = finished + failed + rejected + aborted + unfinished. Of the output tokens,
+    those of samples that did not finish are incomplete answers."""
     asked = _asked(requests)
     by_status = Counter(map(_status, asked))
     statuses = (FINISHED, FAILED, REJECTED, ABORTED, UNFINISHED)
@@ -142,6 +143,9 @@ def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict
         ),
         "input_tokens_total": tokens_in,
         "output_tokens_total": tokens_out,
+        "output_tokens_incomplete": sum(
+            at_s in window for request in run.requests if request.status != FINISHED for at_s in request.token_s
+        ),
         "external_fragmentation_events": run.external_fragmentation_events,
         "steps": len(steps),
     }

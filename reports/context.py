@@ -9,8 +9,8 @@ from typing import Any
 
 from kvbench.metrics.stats import P99_SAMPLES
 from kvbench.metrics.store import RunFolder
-from kvbench.reports.groups import OK, Context, Results, Row
-from kvbench.reports.words import DASH, binary_size, count, listing, number, plain, times
+from kvbench.reports.groups import OK, Context, Group, Results, Row
+from kvbench.reports.words import DASH, binary_size, count, listing, number, percent, plain, times
 
 STATUS_WORDS = {
     "oom": "out of memory",
@@ -23,6 +23,8 @@ GOOD, WARNING = "ok", "warn"
 
 RATE_SLACK = 0.05
 """An open loop is overloaded where it answers this share less than was drawn; its last answers always come late."""
+INCOMPLETE = 0.1
+"""From this share on, tokens of requests that did not finish are a good part of a cell's output tokens."""
 BUSY = 1.5
 """Repeats of one point that differ by this factor are not the work of their seeds."""
 
@@ -161,8 +163,19 @@ def unfinished(results: Results, manifest: Row) -> str:
     return f"The run has {of} so far: it goes on or was stopped." if done < asked else ""
 
 
+def no_device_figures(manifest: Row) -> str:
+    """Why a run on a CPU has no figures of torch's beside its pool; empty on a device that has them."""
+    if facts(manifest, "device").get("kind") != "cpu":
+        return ""
+    return (
+        "torch keeps books of requested, allocated, active, reserved and split memory for GPUs only. This run used the "
+        "CPU, so there are none: the process's own peak stands instead, where the system tells it."
+    )
+
+
 def checks(folder: RunFolder, results: Results) -> list[Check]:
-    """Missing cells, a forced resumption, failed cells, answered requests, samples behind the p99, repeats, window."""
+    """Missing cells, a forced resumption, failed cells, tokens of no whole answer, answered requests, samples behind
+    the p99, repeats, window."""
     found = []
     if late := unfinished(results, folder.manifest):
         found.append(Check(WARNING, late.rstrip(".")))
@@ -172,6 +185,7 @@ def checks(folder: RunFolder, results: Results) -> list[Check]:
         found.append(Check(WARNING, cells_failed(results.rows)))
     elif results.rows:
         found.append(Check(GOOD, f"{count(len(results.rows), 'cell')} measured, none failed"))
+    found += _incomplete(results)
     if results.ok:
         found += [_requests(results), *_rates(results), *_tail(results), *_objectives(folder.manifest, results)]
         found += [_repeats(results), *_spread(results), *_windows(results)]
@@ -191,6 +205,23 @@ def _requests(results: Results) -> Check:
     return Check(
         GOOD, f"all {asked:,} requests answered, none truncated" if asked > 1 else f"{count(asked, 'request')} asked"
     )
+
+
+def _incomplete(results: Results) -> list[Check]:
+    """Where many of the tokens whose speed is shown belong to answers that nobody got whole."""
+    shares: list[tuple[float, Group]] = []
+    for group in results.groups:
+        for row in group.rows:
+            if of := row.get("output_tokens_total"):
+                shares.append(((row.get("output_tokens_incomplete") or 0) / of, group))
+    many = [share for share, _ in shares if share >= INCOMPLETE]
+    if not many:
+        return []
+    most, group = max(shares, key=lambda found: found[0])
+    where = f"{results.name(group.variant)} at {group.load}"
+    of = f"in {len(many)} of {count(len(shares), 'cell')} " if len(shares) > 1 else ""
+    text = f"{of}requests that did not finish made up to {percent(most)} of the output tokens ({where})"
+    return [Check(WARNING, f"{text}: out tok/s counts them, nobody got those answers whole")]
 
 
 def _tail(results: Results) -> list[Check]:

@@ -1,7 +1,22 @@
 """What each number of a report means, with its formula: the shown ones only, in the order in which they appear."""
 
-OF_SHARING = ("prefix hits", "KV shared")
-"""The terms that only a run with a prefix cache has."""
+from __future__ import annotations
+
+from collections.abc import Collection
+
+SHOWN_WITH = {
+    "prefix hits": "prefix_hit_rate",
+    "KV shared": "kv_sharing_mean",
+    "reserved, never filled, rounding, free": "kv_free_mean",
+    "cached": "kv_cached_mean",
+    "efficiency": "kv_efficiency_mean",
+    "external events": "external_fragmentation_events",
+    "swapped rows": "swapped_tokens_peak",
+    "KV arena": "kv_arena_bytes",
+    "torch's figures": "device_reserved_bytes_peak",
+    "process": "host_rss_bytes_peak",
+}
+"""The terms that not every run has, each with the column that brings it."""
 
 DEFINITIONS = (
     ("contiguous", "Every request holds one range of rows from its start to its end, as long as its policy reserves."),
@@ -29,8 +44,7 @@ DEFINITIONS = (
     ("KV used", "Rows of the KV memory that hold tokens ÷ rows of the pool: time-weighted mean while steps run."),
     (
         "KV wasted",
-        "(never filled + rounding) ÷ rows held, time-weighted mean. Never filled: asked for by the policy, unused to "
-        "the end. Rounding: held only because the allocator rounds up.",
+        "(never filled + rounding) ÷ rows held, time-weighted mean.",
     ),
     (
         "prefix hits",
@@ -41,9 +55,45 @@ DEFINITIONS = (
         "KV shared",
         "1 − rows that hold tokens ÷ the same rows counted once for each request that reads them: time-weighted mean.",
     ),
-    ("reserved", "Rows held that the same request fills later."),
+    (
+        "reserved, never filled, rounding, free",
+        "With the used ones they are all rows of the pool: time-weighted means of rows ÷ pool, and 100 % together. "
+        "Reserved: held, and filled later by the same request. Never filled: asked for by the policy, unused to the "
+        "end. Rounding: held only because the allocator rounds up. Free: held by nobody.",
+    ),
+    (
+        "cached",
+        "Free rows whose content a later request could reuse ÷ pool, time-weighted mean. They are part of free.",
+    ),
+    ("efficiency", "Rows that hold tokens ÷ rows held, time-weighted mean."),
+    (
+        "external events",
+        "Admissions that failed although as many rows were free as the rounded request needs, only not side by side: "
+        "mean per repeat. Each wait counts once; blocks can lie anywhere, so paged has none.",
+    ),
+    (
+        "swapped rows",
+        "Rows of preempted requests in the host's memory, outside the pool: the most at once, the largest of the "
+        "repeats.",
+    ),
     ("preempted", "How often a running request lost its memory and was computed again: mean per repeat."),
     ("peak running", "The most requests that ran at once, the largest of the repeats."),
+    (
+        "KV arena",
+        "Bytes of keys and values for the rows of the pool and one block of padding, the same for each backend.",
+    ),
+    (
+        "torch's figures",
+        "Of its allocator on the GPU. Requested: what code asked for. Allocated: the same in whole blocks. Active: "
+        "allocated, or freed but awaited by a stream. Reserved: taken from the device. Inactive split: free parts of "
+        "blocks, which cannot be given back. Weights included; each at its own peak within a cell, the largest of the "
+        "repeats.",
+    ),
+    (
+        "process",
+        "The most memory that the whole process had resident within a cell (VmHWM, started anew for each), weights and "
+        "libraries included: the largest of the repeats.",
+    ),
     ("$/1M out", "Price per device-hour ÷ (out tok/s × 3600) × 10⁶."),
     ("repeat", "An independent run with its own seed; every variant gets the same requests under the same seed."),
     (
@@ -54,3 +104,8 @@ DEFINITIONS = (
     ("proven", "The interval of the ratio leaves out 1. Otherwise there is no proven difference."),
     ("failed", "Failed cells and requests carry no number. They are counted, never averaged as 0."),
 )
+
+
+def definitions(shown: Collection[str]) -> list[tuple[str, str]]:
+    """The terms of a report that shows these columns."""
+    return [(term, meaning) for term, meaning in DEFINITIONS if SHOWN_WITH.get(term) in (None, *shown)]

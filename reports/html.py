@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import KvbenchError
 from kvbench.metrics.store import RunFolder
 from kvbench.reports.charts import figures
-from kvbench.reports.context import checks, evidence, headline_facts, provenance, reasons
-from kvbench.reports.definitions import DEFINITIONS, OF_SHARING
+from kvbench.reports.columns import answer_columns, device_columns, pool_columns
+from kvbench.reports.context import checks, evidence, headline_facts, no_device_figures, provenance, reasons
+from kvbench.reports.definitions import definitions
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import Results
-from kvbench.reports.page_tables import cell_table, duel_table, meters, variant_tables
+from kvbench.reports.page_tables import cell_table, duel_table, memory_tables, meters, variant_tables
 from kvbench.reports.sentence import find
 from kvbench.reports.svg import DARK, LIGHT
-from kvbench.reports.tables import SHARING, columns_of
 from kvbench.reports.words import DASH
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _content(folder: RunFolder) -> dict[str, Any]:
     command = folder.manifest.get("command")
     finding = find(results, folder.manifest)
     why, why_at = meters(results)
-    unused = () if set(SHARING) <= set(columns_of(results)) else OF_SHARING
+    columns = (*answer_columns(results), *pool_columns(results), *device_columns(results))
     content: dict[str, Any] = {
         "css": _css(),
         "run_name": folder.path.resolve().name,
@@ -75,12 +75,14 @@ def _content(folder: RunFolder) -> dict[str, Any]:
         "origin": provenance(folder, results),
         "tables": variant_tables(results),
         "spread": any(len(group.ok) > 1 for group in results.groups),
+        "memory": memory_tables(results),
+        "no_device_figures": no_device_figures(folder.manifest),
         "duels": duel_table(results),
         "cells": cell_table(results),
-        "definitions": [(term, meaning) for term, meaning in DEFINITIONS if term not in unused],
+        "definitions": definitions({column.key for column in columns}),
         "command": shlex.join(map(str, command)) if isinstance(command, list) and command else DASH,
     }
-    names = {"tables": "By load", "duels": "Side by side", "cells": "Every cell"}
+    names = {"tables": "By load", "memory": "Memory", "duels": "Side by side", "cells": "Every cell"}
     shown = {key: name for key, name in names.items() if content[key]}
     return content | {"sections": [*shown.items(), ("definitions", "Definitions"), ("made", "Command")]}
 

@@ -1,10 +1,12 @@
-"""Where a variant's KV memory went over a run: the five parts of the pool as areas, invisible where it was free."""
+"""Where a variant's KV memory went over a run: the five parts of the pool as areas, invisible where it was free, and
+above them what lies outside the pool: rows that sharing spares, rows swapped to the host."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvbench.metrics.memory import split
+from kvbench.metrics.memory import columns, split
 from kvbench.metrics.records import Run
 from kvbench.metrics.store import RunFolder
 from kvbench.reports.contests import PRIMARY
@@ -23,100 +25,150 @@ BINS = 96
 """Stretches of time in the picture: about what the eye can tell apart at its size."""
 NUMBERS = 12
 """Rows of the table behind it."""
+HAIR = 0.005
+"""Of the pool's height: what is never higher cannot be seen, so it has no name in the picture."""
+
+CACHED = "cached"
+OUTSIDE = {"spared": "rows that sharing spares", "swapped": "rows swapped to the host"}
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What became of one kind of rows, all as shares of the pool: in each stretch of time [BINS], over the time in
+    which steps ran, as `kv_utilisation_mean` has it, and at the step with the most."""
+
+    bins: Shares
+    mean: float
+    peak: float
 
 
 def memory(folder: RunFolder, results: Results, group: Group, name: str) -> Figure:
-    """The parts of the pool over the group's median repeat, by output tokens/s. What was never filled
-    was asked for in vain or added by rounding."""
+    """The parts of the pool over the group's median repeat, by output tokens/s; what was cached, spared and swapped
+    where anything was."""
     row = group.median_row(PRIMARY) or group.ok[0]
-    run = folder.run(str(row["cell"]))
-    shares = _shares(run)
-    means = {part: _mean(run, share) for part, share in shares.items()}
-    edges, series = _binned(run, shares)
-    look = looks(results)[group.variant]
-    plot = _draw(name, edges, series, means, look)
+    edges, courses = _courses(folder.run(str(row["cell"])))
+    plot = _draw(name, edges, courses, looks(results)[group.variant])
     repeat = f", repeat {int(row['repeat']) + 1}" if row.get("repeat") is not None else ""
     which = f"{group.load}{repeat}{' (the median)' if len(group.ok) > 2 else ''}"
-    title = f"{sentence_case(results.name(group.variant))}: tokens fill {percent(means['used'])} of the KV memory"
+    variant = results.name(group.variant)
+    title = f"{sentence_case(variant)}: tokens fill {percent(courses['used'].mean)} of the KV memory"
     subtitle = f"Share of the pool over time at {which}{of_context(results)}"
-    rows = tuple(
+    if above := [words for kind, words in OUTSIDE.items() if kind in courses]:
+        subtitle += f"; above it {' and '.join(above)}, in % of the pool"
+    heads = ("from second", *(f"{kind} %" for kind in courses))
+    return Figure(title, subtitle, plot.svg(f"{title}. {subtitle}"), heads, ((variant, _numbers(edges, courses)),))
+
+
+def _numbers(edges: Shares, courses: dict[str, Course]) -> tuple[tuple[str, ...], ...]:
+    return tuple(
         (
             number(float(edges[i]), 1 if edges[-1] >= 10 else 2),
-            *(number(float(values[i]) * 100, 1) for values in series.values()),
+            *(number(float(course.bins[i]) * 100, 1) for course in courses.values()),
         )
         for i in range(0, BINS, BINS // NUMBERS)
     )
-    heads = ("from second", *(f"{part} %" for part in series))
-    return Figure(title, subtitle, plot.svg(f"{title}. {subtitle}"), heads, ((results.name(group.variant), rows),))
 
 
-def _shares(run: Run) -> dict[str, Shares]:
-    """The parts at each step as shares of the pool."""
+def _courses(run: Run) -> tuple[Shares, dict[str, Course]]:
+    """The edges of equal stretches of time [BINS + 1], from 0, and the course of each part of the pool in them; then of
+    what was cached of the free rows, spared and swapped, if anything ever was.
+
+    Between steps nothing is held, and nothing spared or swapped; what was cached at a step stays so until the next.
+    """
+    import numpy as np
+
     parts = split(run)
-    rows = {
-        "used": parts.used,
-        "reserved": parts.reserved,
-        "never filled": parts.internal + parts.rounding,
-        "free": parts.free,
-    }
-    return {part: values / parts.pool for part, values in rows.items()}
-
-
-def _mean(run: Run, share: Shares) -> float:
-    """Over the time in which steps ran, as `kv_utilisation_mean` has it."""
-    import numpy as np
-
-    return float(np.average(share, weights=[step.end_s - step.start_s for step in run.steps]))
-
-
-def _binned(run: Run, shares: dict[str, Shares]) -> tuple[Shares, dict[str, Shares]]:
-    """The edges of equal stretches of time [BINS + 1] and the mean of each part in them [BINS]. Between steps nothing
-    is held."""
-    import numpy as np
-
-    edges = np.linspace(run.steps[0].start_s, run.steps[-1].end_s, BINS + 1)
+    logical, cached, swapped = columns(run.steps, "logical_tokens", "cached_tokens", "swapped_tokens")
     times = np.array([(step.start_s, step.end_s) for step in run.steps])
-    seconds = times[:, 1] - times[:, 0]
-    series: dict[str, Shares] = {}
-    for part, share in shares.items():
-        if part != "free":
-            so_far = np.concatenate([[0.0], np.cumsum(share * seconds)])
-            until = np.stack([so_far[:-1], so_far[1:]], axis=1)
-            means = np.diff(np.interp(edges, times.ravel(), until.ravel())) / np.diff(edges)
-            series[part] = means.round(9)  # what the sums added to the last digits
-    series["free"] = 1 - np.sum(list(series.values()), axis=0)
-    return edges - edges[0], series
+    lasting = np.column_stack([times[:, 0], [*times[1:, 0], times[-1, 1]]])
+    edges = np.linspace(times[0, 0], times[-1, 1], BINS + 1)
+    weights = times[:, 1] - times[:, 0]
+
+    def course(rows: NDArray[np.int64], ranges: Shares = times) -> Course:
+        share = rows / parts.pool
+        return Course(_binned(edges, ranges, share), float(np.average(share, weights=weights)), float(share.max()))
+
+    held = {
+        "used": course(parts.used),
+        "reserved": course(parts.reserved),
+        "never filled": course(parts.internal),
+        "rounding": course(parts.rounding),
+    }
+    free = replace(course(parts.free), bins=1 - np.sum([part.bins for part in held.values()], axis=0))
+    beside = {
+        CACHED: (cached, lasting),
+        "spared": ((logical - parts.used).clip(0), times),  # early runs have no logical rows
+        "swapped": (swapped, times),
+    }
+    extra = {kind: course(rows, ranges) for kind, (rows, ranges) in beside.items() if rows.any()}
+    return edges - edges[0], held | {"free": free} | extra
 
 
-def _draw(name: str, edges: Shares, series: dict[str, Shares], means: dict[str, float], look: Look) -> Plot:
+def _binned(edges: Shares, ranges: Shares, share: Shares) -> Shares:
+    """The mean between each two edges of what is `share` in each of the ranges of time and 0 outside them."""
+    import numpy as np
+
+    so_far = np.concatenate([[0.0], np.cumsum(share * (ranges[:, 1] - ranges[:, 0]))])
+    until = np.stack([so_far[:-1], so_far[1:]], axis=1)
+    means: Shares = np.diff(np.interp(edges, ranges.ravel(), until.ravel())) / np.diff(edges)
+    return means.round(9)  # what the sums added to the last digits
+
+
+def _draw(name: str, edges: Shares, courses: dict[str, Course], look: Look) -> Plot:
     from matplotlib.ticker import MaxNLocator
 
-    plot = Plot(name, left=42, right=106)
+    above = [kind for kind in OUTSIDE if kind in courses]
+    plot = Plot(name, left=42, right=106, strips=len(above))
     end = float(edges[-1])
     plot.axes.set_xlim(0, end)
     plot.axes.set_ylim(0, 100)
     y_ticks(plot, 100, f"{THIN}%")
     at = [float(tick) for tick in MaxNLocator(4).tick_values(0, end) if 0 <= tick <= end]
     plot.ticks("x", at, [f"{tick:,.10g}" for tick in at])
-    bottom, middle, middles = 0 * series["free"], 0.0, {}
-    for part, fill in (("used", look.token), ("reserved", look.tint), ("never filled", "waste-tint"), ("free", "")):
-        top = bottom + series[part] * 100
-        if fill and series[part].max() > 0.0005:
-            plot.axes.stairs(top, edges, baseline=bottom, fill=True, color=LIGHT[fill], lw=0)
-        middles[part] = middle + means[part] * 50
-        bottom, middle = top, middle + means[part] * 100
-    _name_parts(plot, end, means, middles, look)
     plot.name_x("seconds since the start")
+    _areas(plot, edges, courses, look)
+    for kind in above:
+        _strip(plot, edges, courses[kind], kind, look)
     return plot
 
 
-def _name_parts(plot: Plot, x: float, means: dict[str, float], middles: dict[str, float], look: Look) -> None:
-    """The parts with their means, right of the picture."""
+def _areas(plot: Plot, edges: Shares, courses: dict[str, Course], look: Look) -> None:
+    """The parts one above the other, the cached rows at the foot of the free ones; right of them their names and means,
+    at mid-height of the mean."""
+    fills = {
+        "used": (look.token, 1.0),
+        "reserved": (look.tint, 1.0),
+        "never filled": ("waste-tint", 1.0),
+        "rounding": ("waste", 0.6),
+        CACHED: ("rule", 1.0),
+    }
+    inks = {"used": look.token, "never filled": "waste", "rounding": "waste"}
+    bottom, foot = 0 * edges[1:], 0.0
+    names: list[tuple[str, float, str]] = []
+    for part in ("used", "reserved", "never filled", "rounding", CACHED, "free"):
+        if part not in courses or (part != "used" and courses[part].bins.max() <= HAIR):
+            continue
+        course, ink = courses[part], inks.get(part, "ink2")
+        cached = courses[CACHED].mean if part == "free" and CACHED in courses else 0.0
+        words = f"{part} {percent(course.mean, 1 if 0 < course.mean < 0.01 else 0)}"
+        names.append((f"of it {words}" if part == CACHED else words, foot + (course.mean - cached) * 50, ink))
+        foot += (course.mean - cached) * 100
+        if part in fills:
+            token, alpha = fills[part]
+            top = bottom + course.bins * 100
+            plot.axes.stairs(top, edges, baseline=bottom, fill=True, color=LIGHT[token], alpha=alpha, lw=0)
+            bottom = top
     scale = plot.plot_height / 100
-    inks = {"used": look.token, "never filled": "waste"}
-    for (part, y), height in zip(
-        middles.items(), apart([y * scale for y in middles.values()], 13, plot.plot_height), strict=True
-    ):
-        weight = "bold" if part in inks else "normal"
-        words = f"{part} {percent(means[part], 1 if 0 < means[part] < 0.01 else 0)}"
-        plot.write(words, (x, y), inks.get(part, "ink2"), (7, height - y * scale), weight=weight)
+    heights = apart([at * scale for _, at, _ in names], 13, plot.plot_height)
+    for (words, at, ink), height in zip(names, heights, strict=True):
+        weight = "normal" if ink == "ink2" else "bold"
+        plot.write(words, (edges[-1], at), ink, (7, height - at * scale), weight=weight)
+
+
+def _strip(plot: Plot, edges: Shares, course: Course, kind: str, look: Look) -> None:
+    """Rows outside the pool, on a scale of their own."""
+    decimals = 0 if course.peak >= 0.1 else 1
+    words = f"{OUTSIDE[kind]}: {percent(course.mean, decimals)}, up to {percent(course.peak, decimals)}"
+    axes = plot.strip(sentence_case(words))
+    axes.stairs(course.bins / course.peak, edges, baseline=0, fill=True, color=LIGHT[look.tint], lw=0)
+    axes.stairs(course.bins / course.peak, edges, baseline=None, color=LIGHT[look.token], lw=1.2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbench.reports.columns import answer_columns
 from kvbench.reports.contests import LEVEL, Contest, contests, focus, reference
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import OK, Group, Results, Row
-from kvbench.reports.tables import Table, columns_of, summary
+from kvbench.reports.tables import Table, device_table, pool_table, summary
 from kvbench.reports.words import DASH, number, percent, ratio_decimals, sentence_case
 
 
@@ -90,19 +91,26 @@ def meters(results: Results) -> tuple[list[Meter], str]:
 
 def variant_tables(results: Results) -> list[Grid]:
     """The summary of each variant."""
-    return [_variant_table(table) for table in summary(results)]
+    return [_grid(results, table) for table in summary(results)]
 
 
-def _variant_table(table: Table) -> Grid:
+def memory_tables(results: Results) -> list[Grid]:
+    """Where the rows of the pool were, and the device's own figures beside it: as much as is known."""
+    return [_grid(results, table) for table in (pool_table(results), device_table(results)) if table]
+
+
+def _grid(results: Results, table: Table) -> Grid:
+    colours = looks(results)
     heads = [*table.label_heads, *(column.head.replace("- ", "") for column in table.columns)]
     rows = tuple(
         (
-            *(Cell(label) for label in table.labels(group)),
+            Cell(labels[0], f"text {colours[group.variant].token}" if table.named else ""),
+            *map(Cell, labels[1:]),
             *(Cell(column.cell(group), _alarm(column.key, group), column.interval(group)) for column in table.columns),
         )
-        for group in table.groups
+        for labels, group in table.rows
     )
-    return Grid(table.title, tuple(Head(head) for head in heads), rows)
+    return Grid(table.title, tuple(Head(head, table.named and not place) for place, head in enumerate(heads)), rows)
 
 
 def _alarm(key: str, group: Group) -> str:
@@ -140,7 +148,7 @@ def cell_table(results: Results) -> Grid | None:
     """Every cell with its own numbers, in the order of cells.csv; None without cells."""
     if not results.rows:
         return None
-    columns = [column for column in columns_of(results) if column.key not in ("requests", "failed_cells")]
+    columns = [column for column in answer_columns(results) if column.key not in ("requests", "failed_cells")]
     heads = [Head("cell", True), Head("status", True), Head("repeat"), Head("seed"), Head("requests")]
     heads += [Head(column.head.replace("- ", "")) for column in columns] + [Head("reason", True)]
     alone = {

@@ -71,46 +71,89 @@ _SETTINGS: Any = {
 
 
 class Plot:
-    """A figure of `WIDTH` x `HEIGHT` units with its axes `left`, `right`, `top` and `bottom` units from the edges.
-    `name` is unique on its page."""
+    """A figure of `WIDTH` x `HEIGHT` units with its axes `left`, `right`, `top` and `bottom` units from the edges, and
+    `strips` more units of height above them. `name` is unique on its page."""
 
     WIDTH, HEIGHT = 360, 206
+    STRIP = 36
+    """Height of a strip with its name."""
 
-    def __init__(self, name: str, *, left: float = 38, right: float = 14, top: float = 12, bottom: float = 36) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        left: float = 38,
+        right: float = 14,
+        top: float = 12,
+        bottom: float = 36,
+        strips: int = 0,
+    ) -> None:
         import matplotlib as mpl
         from matplotlib.figure import Figure
 
         self.name = name
         self._words: list[str] = []
         self.plot_height = self.HEIGHT - top - bottom
-        width = self.WIDTH - left - right
-        box = (left / self.WIDTH, bottom / self.HEIGHT, width / self.WIDTH, self.plot_height / self.HEIGHT)
+        self._height = self.HEIGHT + strips * self.STRIP
+        self._left, self._width = left, self.WIDTH - left - right
+        self._next_strip = bottom + self.plot_height + top
         with mpl.rc_context(_SETTINGS):
-            self._figure = Figure(figsize=(self.WIDTH / 72, self.HEIGHT / 72))
-            self.axes: Axes = self._figure.add_axes(box)
+            self._figure = Figure(figsize=(self.WIDTH / 72, self._height / 72))
+            self.axes = self._add_axes(bottom, self.plot_height)
         self.axes.set_axisbelow(True)
-        self.axes.patch.set_visible(False)
         self.axes.grid(axis="y")
+
+    def _add_axes(self, bottom: float, height: float) -> Axes:
+        """All axes of a figure have the same left and right ends."""
+        box = (self._left / self.WIDTH, bottom / self._height, self._width / self.WIDTH, height / self._height)
+        axes = self._figure.add_axes(box)
+        axes.patch.set_visible(False)
+        return axes
+
+    def strip(self, words: str) -> Axes:
+        """The next strip above the axes, along the same x axis, without ticks, under its name; y from 0 to 1."""
+        import matplotlib as mpl
+
+        with mpl.rc_context(_SETTINGS):
+            axes = self._add_axes(self._next_strip, self.STRIP - 16)
+        self._next_strip += self.STRIP
+        axes.set_xlim(self.axes.get_xlim())
+        axes.set_ylim(0, 1)
+        self.ticks("x", [], [], axes)
+        self.ticks("y", [], [], axes)
+        self.write(words, (0, 1), "ink2", (0, 4), axes=axes, va="baseline", xycoords="axes fraction")
+        return axes
 
     def word(self, text: str) -> str:
         """The key that stands for a text until the figure is SVG."""
         self._words.append(text)
         return f"§{len(self._words) - 1}§"
 
-    def write(self, text: str, at: tuple[float, float], token: str, shift: tuple[float, float], **style: Any) -> None:
-        """Write into the plot beside a point of it, `shift` units away."""
+    def write(
+        self,
+        text: str,
+        at: tuple[float, float],
+        token: str,
+        shift: tuple[float, float],
+        *,
+        axes: Axes | None = None,
+        **style: Any,
+    ) -> None:
+        """Write into the plot (or a strip's `axes`) beside a point of it, `shift` units away."""
         style = {"va": "center", "xycoords": "data", "annotation_clip": False, **style}
-        self.axes.annotate(self.word(text), at, shift, textcoords="offset points", color=LIGHT[token], **style)
+        axes = axes or self.axes
+        axes.annotate(self.word(text), at, shift, textcoords="offset points", color=LIGHT[token], **style)
 
     def name_x(self, text: str) -> None:
         """The name of the x axis, at its right end."""
         self.write(text, (1, 0), "ink3", (0, -31), ha="right", va="baseline", xycoords="axes fraction")
 
-    def ticks(self, axis: str, at: Sequence[float], labels: Sequence[str]) -> None:
+    def ticks(self, axis: str, at: Sequence[float], labels: Sequence[str], axes: Axes | None = None) -> None:
         """Ticks of the `x` or `y` axis and what stands at them."""
         from matplotlib.ticker import FixedLocator, NullLocator
 
-        which = self.axes.xaxis if axis == "x" else self.axes.yaxis
+        axes = axes or self.axes
+        which = axes.xaxis if axis == "x" else axes.yaxis
         which.set_minor_locator(NullLocator())
         which.set_major_locator(FixedLocator(list(at)))
         which.set_ticklabels([self.word(label) for label in labels])
@@ -126,7 +169,7 @@ class Plot:
         root = ET.fromstring(re.sub(r"<!DOCTYPE[^>]*>", "", out.getvalue()))
         self._tidy(root)
         root.attrib.clear()
-        root.attrib |= {"class": "plot", "viewBox": f"0 0 {self.WIDTH} {self.HEIGHT}", "role": "img"}
+        root.attrib |= {"class": "plot", "viewBox": f"0 0 {self.WIDTH} {self._height}", "role": "img"}
         root.set("aria-label", label)
         text = ET.tostring(root, encoding="unicode")
         used = set(re.findall(r"#([\w-]+)", text))

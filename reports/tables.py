@@ -1,4 +1,5 @@
-"""The summary of a run as tables: a row per load and context, a table per variant, four ways to write them down.
+"""The summary of a run as tables: a row per load and context, a table per variant and one of all for the memory, four
+ways to write them down.
 
 `table` and `markdown` round, one count of decimals a column. `csv` and `json` have one row per group at full precision
 and in base units: each metric with `_low` and `_high`, its 95 % interval over the repeats.
@@ -9,13 +10,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from kvbench.metrics.stats import Interval
+from kvbench.reports.columns import Column, all_columns, answer_columns, device_columns, pool_columns
 from kvbench.reports.groups import Context, Group, Results, Variant
-from kvbench.reports.words import number, plain, sentence_case
+from kvbench.reports.words import plain, sentence_case
 
 if TYPE_CHECKING:
     import rich.table
@@ -26,114 +27,70 @@ Value = str | float | int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """`value` of a group in base units times `scale` stands under `head` (its spaces may become line breaks), with its
-    interval where `spread`. `counted`: nothing to be uncertain about. `drop`: the order in which columns make room on a
-    narrow terminal, 0 never."""
-
-    key: str
-    head: str
-    value: Callable[[Group], Interval]
-    decimals: int = 0
-    scale: float = 1.0
-    spread: bool = False
-    counted: bool = False
-    drop: int = 0
-
-    def cell(self, group: Group) -> str:
-        """The rounded mean, or a dash."""
-        value = self.value(group).value
-        return number(None if value is None else value * self.scale, self.decimals)
-
-    def interval(self, group: Group) -> str:
-        """`± 12.3`, the half-width of the 95 % interval; empty below two repeats."""
-        found = self.value(group)
-        if not self.spread or found.high is None or found.value is None:
-            return ""
-        return f"± {number((found.high - found.value) * self.scale, self.decimals)}"
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
-    """One variant's groups. `labels` of a row say where in the grid it stands, `columns` what is told of it."""
+    """Groups in rows. The labels of a row say where in the grid it stands, `columns` what is told of it. `named`: the
+    first label is a name, so it stands left."""
 
     title: str
     label_heads: tuple[str, ...]
     columns: tuple[Column, ...]
-    groups: tuple[Group, ...]
-
-    def labels(self, group: Group) -> tuple[str, ...]:
-        lengths = (group.context.input_tokens, group.context.output_tokens)
-        return (group.load.number, *(plain(n) for n in lengths))[: len(self.label_heads)]
-
-
-def _known(value: float | None) -> Interval:
-    return Interval(value, None, None, int(value is not None), 0)
-
-
-def _mean(column: str) -> Callable[[Group], Interval]:
-    return lambda group: group.mean(column)
-
-
-def _sum(column: str) -> Callable[[Group], Interval]:
-    return lambda group: _known(sum(values) if (values := group.values(column)) else None)
-
-
-def _peak(column: str) -> Callable[[Group], Interval]:
-    return lambda group: _known(max(group.values(column), default=None))
-
-
-COLUMNS = (
-    Column("requests", "requests", _sum("requests_submitted"), counted=True, drop=1),
-    Column("output_tokens_per_s", "out tok/s", _mean("output_tokens_per_s"), 1, spread=True),
-    Column("ttft_p50_s", "TTFT p50 ms", _mean("ttft_p50_s"), 0, 1e3, drop=4),
-    Column("ttft_p99_s", "TTFT p99 ms", _mean("ttft_p99_s"), 0, 1e3),
-    Column("tpot_p50_s", "TPOT p50 ms", _mean("tpot_p50_s"), 1, 1e3, drop=3),
-    Column("tpot_p99_s", "TPOT p99 ms", _mean("tpot_p99_s"), 1, 1e3),
-    Column("attainment", "in time %", _mean("attainment"), 1, 100),
-    Column("kv_utilisation_mean", "KV used %", _mean("kv_utilisation_mean"), 1, 100),
-    Column("kv_fragmentation_mean", "KV wasted %", _mean("kv_fragmentation_mean"), 1, 100),
-    Column("preemptions", "pre- empted", _mean("preemptions"), 1, drop=5),
-    Column("peak_running", "peak running", _peak("peak_running"), counted=True),
-    Column("usd_per_million_output_tokens", "$/1M out", _mean("usd_per_million_output_tokens"), 3, drop=2),
-    Column("failed_cells", "failed cells", lambda group: _known(len(group.failed)), counted=True),
-)
-SHARING = (
-    Column("prefix_hit_rate", "prefix hits %", _mean("prefix_hit_rate"), 1, 100),
-    Column("kv_sharing_mean", "KV shared %", _mean("kv_sharing_mean"), 1, 100, drop=6),
-)
-
-
-def columns_of(results: Results) -> tuple[Column, ...]:
-    """The columns of a run's tables: those about sharing only where a prefix cache was on."""
-    if not any(row.get("prefix_caching") for row in results.rows):
-        return COLUMNS
-    after = 1 + next(at for at, column in enumerate(COLUMNS) if column.key == "kv_fragmentation_mean")
-    return COLUMNS[:after] + SHARING + COLUMNS[after:]
+    rows: tuple[tuple[tuple[str, ...], Group], ...]
+    named: bool = False
 
 
 def summary(results: Results) -> list[Table]:
     """A table per variant, in the order asked."""
+    heads, columns = _label_heads(results), answer_columns(results)
     return [
-        Table(_title(results, variant), _label_heads(results), columns_of(results), tuple(results.of_variant(variant)))
+        Table(
+            _title(results, variant),
+            heads,
+            columns,
+            tuple((_labels(group, heads), group) for group in results.of_variant(variant)),
+        )
         for variant in results.variants
     ]
 
 
+def pool_table(results: Results) -> Table | None:
+    """Where the rows of the pool were; None where nothing is known of it."""
+    return _of_all("Where the KV memory went, in % of the pool", results, pool_columns(results))
+
+
+def device_table(results: Results) -> Table | None:
+    """The device's own figures beside the pool's; None where there are none."""
+    return _of_all("Beside the pool, in MiB at the peak", results, device_columns(results))
+
+
+def _of_all(title: str, results: Results, columns: tuple[Column, ...]) -> Table | None:
+    heads = _label_heads(results)
+    rows = tuple(((results.name(group.variant), *_labels(group, heads)), group) for group in results.groups)
+    return Table(title, ("backend", *heads), columns, rows, named=True) if columns else None
+
+
+def _labels(group: Group, heads: tuple[str, ...]) -> tuple[str, ...]:
+    lengths = (group.context.input_tokens, group.context.output_tokens)
+    return (group.load.number, *(plain(n) for n in lengths))[: len(heads)]
+
+
 def render(results: Results, fmt: str = "table", width: int = 80) -> str:
-    """The summary in one of FORMATS, ending in a newline; `width` characters wide where it is a `table`."""
+    """The summary in one of FORMATS, ending in a newline; `width` characters wide where it is a `table`, which leaves
+    out the device's own figures."""
     assert fmt in FORMATS, fmt
     if fmt == "csv":
         return _csv(records(results))
     if fmt == "json":
         return json.dumps(records(results), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    tables = summary(results)
-    return "\n".join(map(_markdown, tables)) if fmt == "markdown" else _text(tables, width)
+    tables, pool, device = summary(results), pool_table(results), device_table(results)
+    if fmt == "markdown":
+        return "\n".join(_markdown(table) for table in (*tables, pool, device) if table)
+    return "\n".join(_text(alike, width) for alike in (tables, [pool] if pool else []) if alike)
 
 
 def records(results: Results) -> list[dict[str, Value]]:
     """One flat row per group at full precision, in base units."""
-    return [_record(group, columns_of(results)) for group in results.groups]
+    columns = all_columns(results)
+    return [_record(group, columns) for group in results.groups]
 
 
 def _record(group: Group, columns: Sequence[Column]) -> dict[str, Value]:
@@ -183,14 +140,17 @@ def _inert(value: Value) -> Value:
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
-def _cells(table: Table, columns: Sequence[Column], group: Group) -> list[str]:
-    shown = [f"{column.cell(group)} {column.interval(group)}".strip() for column in columns]
-    return [*table.labels(group), *shown]
+def _lines(table: Table, columns: Sequence[Column]) -> list[list[str]]:
+    return [
+        [*labels, *(f"{column.cell(group)} {column.interval(group)}".strip() for column in columns)]
+        for labels, group in table.rows
+    ]
 
 
 def _markdown(table: Table) -> str:
     heads = [*table.label_heads, *(column.head.replace("- ", "") for column in table.columns)]
-    lines = [heads, ["---:"] * len(heads), *(_cells(table, table.columns, group) for group in table.groups)]
+    rules = [":---" if table.named else "---:", *["---:"] * (len(heads) - 1)]
+    lines = [heads, rules, *_lines(table, table.columns)]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"### {_one_line(table.title)}\n\n{rows}\n"
 
@@ -200,12 +160,13 @@ def _one_line(text: str) -> str:
 
 
 def _text(tables: Sequence[Table], width: int) -> str:
-    """Plain text. On a narrow terminal the columns that matter least make room, and are named."""
+    """Plain text of tables with the same columns. On a narrow terminal those that matter least make room, and are
+    named."""
     from rich.console import Console
 
     out = io.StringIO()
     console = Console(file=out, width=10_000, color_system=None, force_terminal=False, legacy_windows=False)
-    columns, left_out = [column for table in tables[:1] for column in table.columns], list[str]()
+    columns, left_out = list(tables[0].columns), list[str]()
     for column in sorted((column for column in columns if column.drop), key=lambda column: column.drop):
         if all(console.measure(_drawn(table, columns)).maximum <= width for table in tables):
             break
@@ -224,9 +185,10 @@ def _drawn(table: Table, columns: Sequence[Column]) -> rich.table.Table:
     import rich.table
 
     drawn = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in (*table.label_heads, *(column.head for column in columns)):
+    for place, head in enumerate((*table.label_heads, *(column.head for column in columns))):
         words = head.replace("- ", "-\n").replace(" ", "\n")
-        drawn.add_column(words, justify="right", no_wrap=True, vertical="bottom")
-    for group in table.groups:
-        drawn.add_row(*_cells(table, columns, group))
+        side: Literal["left", "right"] = "left" if table.named and not place else "right"
+        drawn.add_column(words, justify=side, no_wrap=True, vertical="bottom")
+    for line in _lines(table, columns):
+        drawn.add_row(*line)
     return drawn

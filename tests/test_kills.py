@@ -26,8 +26,9 @@ SWEEP = (
     *("--range-ratio", "0.5", "--concurrency", "2,4", "--block-size", "4", "--kv-memory", "128KiB"),
     *("--num-warmups", "1", "--save-tokens", "--price", "2"),
 )
-TIMES = re.compile(r"_s$|_mean$|_per_s(_per_card)?$|^(goodput|attainment|slo|usd)_|^attainment$")
-"""Columns that a clock has a part in; a mean over the steps is weighted by their seconds."""
+TIMES = re.compile(r"_s$|_mean$|_per_s(_per_card)?$|^(goodput|attainment|slo|usd|host_rss)_|^attainment$")
+"""Columns that no seed fixes: a clock has a part in them (a mean over the steps is weighted by their seconds), or the
+rest of the process."""
 
 FIXED = {
     *("preemptions", "peak_running", "requests_finished", "input_tokens_total", "output_tokens_total", "steps"),

@@ -65,7 +65,23 @@ def test_ratios_weigh_steps_by_their_time_and_leave_idle_time_out() -> None:
         "kv_fragmentation_peak": 10 / 16,
         "kv_sharing_mean": 0.0,
         "kv_sharing_peak": 0.0,
+        "kv_reserved_mean": pytest.approx((2 + 2 + 2 * 0 + 0) / 40 / 5),
+        "kv_internal_mean": pytest.approx((6 + 6 + 2 * 9 + 3) / 40 / 5),
+        "kv_rounding_mean": pytest.approx((4 + 4 + 2 * 4 + 0) / 40 / 5),
+        "kv_free_mean": pytest.approx((24 + 20 + 2 * 16 + 32) / 40 / 5),
+        "kv_cached_mean": 0.0,
+        "swapped_tokens_peak": 0,
     }
+
+
+def test_cached_rows_are_a_mean_and_swapped_ones_a_peak_within_the_window() -> None:
+    run = worked_run()
+    for record, cached, swapped in zip(run.steps, (4, 0, 10, 32), (0, 5, 3, 9), strict=True):
+        record.cached_tokens, record.swapped_tokens = cached, swapped
+    summary = memory_summary(run, Window("total", 0, 10))
+    assert summary["kv_cached_mean"] == pytest.approx((4 + 0 + 2 * 10 + 32) / 40 / 5)
+    assert summary["swapped_tokens_peak"] == 9
+    assert memory_summary(run, Window("steady", 1.5, 3.0))["swapped_tokens_peak"] == 5
 
 
 def test_sharing_is_the_share_of_the_sequences_rows_that_need_no_row_of_their_own() -> None:
@@ -108,6 +124,7 @@ def test_steps_without_duration_have_a_peak_but_no_mean() -> None:
         (2, "free_tokens", 17, "step 2: the parts are not the pool"),
         (2, "used_tokens", 12, "step 2: more rows are in use than will be filled"),
         (1, "used_tokens", -1, "step 1: rows in use are negative"),
+        (1, "cached_tokens", 21, "step 1: more rows are cached than free"),
     ],
 )
 def test_impossible_state_names_its_step(number: int, field: str, value: int, message: str) -> None:
@@ -147,10 +164,41 @@ def stays(draw: st.DrawFn) -> Stay:
     return Stay(draw(st.integers(0, 8)), held, asked, filled)
 
 
+PARTS = ("utilisation", "reserved", "internal", "rounding", "free")
+
+
+@given(st.lists(stays(), min_size=1, max_size=6), st.lists(st.floats(0.01, 10), min_size=15), st.integers(1, 50))
+def test_the_means_of_the_five_parts_add_up_to_one(many: list[Stay], seconds: list[float], spare: int) -> None:
+    run, _ = run_of(many, spare, 0)
+    now_s = 0.0
+    for record, lasts_s in zip(run.steps, seconds, strict=False):
+        record.start_s, record.end_s = now_s, now_s + lasts_s
+        now_s += lasts_s + 1.0
+    for end_s in (now_s, now_s / 2):
+        summary = memory_summary(run, Window("any", 0.0, end_s))
+        means = [summary[f"kv_{part}_mean"] or 0.0 for part in PARTS]
+        assert sum(means) == pytest.approx(1)
+        assert all(0 <= mean <= 1 for mean in means)
+        wasted = summary["kv_fragmentation_mean"]
+        assert wasted is None or (wasted > 0) == (means[2] + means[3] > 0)
+
+
 @given(st.lists(stays(), max_size=6), st.integers(0, 50), st.integers(0, 1000))
 def test_split_agrees_with_every_sequence_at_every_step(many: list[Stay], spare: int, offset: int) -> None:
+    run, expected = run_of(many, spare, offset)
+
+    parts = split(run)
+
+    rows = zip(parts.used, parts.reserved, parts.internal, parts.rounding, parts.held, strict=True)
+    assert [tuple(map(int, row)) for row in rows] == expected
+    assert parts.free.tolist() == [run.pool_tokens - row[4] for row in expected]
+
+
+def run_of(many: list[Stay], spare: int, offset: int) -> tuple[Run, list[tuple[int, ...]]]:
+    """A run of these stays, its steps numbered from `offset` and a second long, and what is used, reserved, internal,
+    rounding and held at each, counted sequence by sequence. `spare` rows of the pool are never held."""
     steps = 1 + max((stay.first + len(stay.held) for stay in many), default=0)
-    expected = []
+    expected: list[tuple[int, ...]] = []
     for now in range(steps):
         used = reserved = internal = rounding = held_by_all = 0
         for stay in many:
@@ -171,9 +219,4 @@ def test_split_agrees_with_every_sequence_at_every_step(many: list[Stay], spare:
         for age, held in enumerate(stay.held)
     ]
     records = [step(offset + now, now, now + 1, row[0], row[4], pool) for now, row in enumerate(expected)]
-
-    parts = split(Run([], records, holds, pool, float(steps)))
-
-    rows = zip(parts.used, parts.reserved, parts.internal, parts.rounding, parts.held, strict=True)
-    assert [tuple(map(int, row)) for row in rows] == expected
-    assert parts.free.tolist() == [pool - row[4] for row in expected]
+    return Run([], records, holds, pool, float(steps)), expected

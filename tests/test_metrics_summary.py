@@ -114,6 +114,7 @@ def test_every_column_of_a_small_run_by_hand() -> None:
         "prefix_hit_rate": 0.4,  # 12 of 10 + 20: the others were never admitted
         "input_tokens_total": 50,
         "output_tokens_total": 8,
+        "output_tokens_incomplete": 3,  # two of the unfinished request, one of the aborted
         "external_fragmentation_events": 4,
         "steps": 3,
         "usd_per_million_output_tokens": 3.6 * 2 / (0.8 * 3600) * 1e6,

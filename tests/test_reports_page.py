@@ -175,9 +175,10 @@ def test_the_numbers_behind_the_charts(tmp_path: Path) -> None:
     assert speed.numbers == (("contiguous", (("5", "50.0", "–", "1"),)),)
     ((name, rows),) = memory.numbers
     assert memory.title == "Contiguous: tokens fill 34\u202f% of the KV memory"
-    assert (name, memory.heads) == ("contiguous", ("from second", "used %", "reserved %", "never filled %", "free %"))
+    heads = ("from second", "used %", "reserved %", "never filled %", "rounding %", "free %")
+    assert (name, memory.heads) == ("contiguous", heads)
     assert rows[::3] == tuple(
-        (at, used, reserved, "56.2", "0.0")
+        (at, used, reserved, "56.2", "0.0", "0.0")
         for at, used, reserved in (
             ("0.00", "25.0", "18.8"),
             ("0.10", "31.2", "12.5"),

@@ -294,6 +294,12 @@ def test_what_is_given_up_before_its_copy_is_not_copied() -> None:
     assert pool.take_moves() == []
     parent.tokens.append(1)
     assert pool.swap_out(parent) and len(pool.take_moves()) == 2
+    other = Sequence.of(request(1, 6, 8))
+    assert pool.reserve(other, 6)
+    other.computed = 6
+    assert pool.swap_out(other) and pool.usage().swapped == 12
+    pool.free(other)
+    assert pool.take_moves() == [] and pool.usage().swapped == 6
     assert pool.reserve(parent, 7)
     pool.free(parent)
     assert pool.take_moves() == [] and pool.usage() == Usage(0, 0, 64)

@@ -4,6 +4,7 @@ every row says which text it holds."""
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -20,7 +21,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from test_allocators import state
 
 from kvbench.engine.types import COMMON, COPY, IN, OUT, Holding, Sequence, Usage
 from kvbench.paged.blocks import BlockPool
@@ -35,6 +35,11 @@ CASES = {
     *("forked", "forked at a block's end", "copied on write", "left alone with the original", "a copy given up"),
     *("swapped out", "no room to swap", "swapped in", "given up while outside", "preempted"),
 }
+
+
+def state(pool: BlockPool) -> bytes:
+    """All that a pool knows."""
+    return pickle.dumps(vars(pool))
 
 
 class Naive:

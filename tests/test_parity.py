@@ -128,14 +128,14 @@ def test_tokens_found_in_the_prefix_cache_change_no_token(family: str) -> None:
     assert (parts.pool == 123).all() and any(step.logical_tokens > step.used_tokens for step in run.steps)
 
 
-def misplaced(kind: str) -> tuple[Allocators, type[Arena]]:
+def misplaced(kind: str, max_model_len: int = LIMITS.max_model_len) -> tuple[Allocators, type[Arena]]:
     """A backend in which some row is not where it should be."""
     if kind == "range one row off":
-        return MisplacedSlots(4 * LIMITS.max_model_len, LIMITS.max_model_len), Arena
+        return MisplacedSlots(4 * max_model_len, max_model_len), Arena
     if kind == "table entry one block off":
         return MisplacedBlocks(600, block_size=3), Arena
     if kind == "contiguous write one row off":
-        return Slots(4 * LIMITS.max_model_len, LIMITS.max_model_len), SlippingArena
+        return Slots(4 * max_model_len, max_model_len), SlippingArena
     assert kind == "paged write one row off"
     return BlockPool(600, block_size=3), SlippingArena
 

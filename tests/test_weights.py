@@ -82,7 +82,9 @@ def is_tied(model: BoundModel) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_random_weights_of_a_shape_leave_buffers_as_a_normal_model_has_them(dtype: torch.dtype) -> None:
+def test_random_weights_of_a_shape_leave_buffers_as_a_normal_model_has_them(  # transformers#45902
+    dtype: torch.dtype,
+) -> None:
     model = load("tiny", dtype=dtype)
     assert model.dtype == dtype
     assert_same_buffers(model, AutoModelForCausalLM.from_config(load_config(find_source("tiny")), dtype=dtype))

@@ -259,7 +259,7 @@ def test_an_answer_ends_with_its_stop_token(kind: str) -> None:  # sglang#24254
         ({"output_tokens": 5}, "request 8 answers 5 tokens but declares 4"),
     ],
 )
-def test_requests_that_cannot_be(change: dict[str, Any], message: str) -> None:
+def test_requests_that_cannot_be(change: dict[str, Any], message: str) -> None:  # evalchemy#152
     with pytest.raises(KvbenchError, match=f"^{message}") as refused:
         replace(request(8, 3, 4), **change)
     assert "\n" not in str(refused.value)

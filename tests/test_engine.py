@@ -98,7 +98,7 @@ def cells(draw: st.DrawFn, kinds: Ordered[str] = (*KINDS, "paged-1", "paged-3", 
 
 @settings(max_examples=400)
 @given(cells())
-def test_any_workload_on_any_allocator(cell: Cell) -> None:
+def test_any_workload_on_any_allocator(cell: Cell) -> None:  # inference-sim#529
     served = cell.serve()
     check_requests(cell, served)
     check_times(served)

@@ -95,14 +95,16 @@ def test_every_measured_family_is_compared() -> None:
     assert set(FAMILY_FIELDS) == FAMILIES
 
 
-@pytest.mark.parametrize("backend", ["contiguous", "paged"])
-def test_a_preemption_at_any_moment_changes_no_token(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["contiguous", "paged", "paged with a prefix cache"])
+def test_a_preemption_at_any_moment_changes_no_token(backend: str) -> None:  # vllm#16832
     this, new_tokens = case("qwen3"), 8
     limits = Limits(max_model_len=LIMITS.max_model_len, max_batched_tokens=7)
     prompts = [this.prompts[number] for number in (0, 4, 2)]
     expected = generate(this.pair.reference, prompts, new_tokens)
     for moment in itertools.count(1):
-        clean = Slots(POOL, limits.max_model_len) if backend == "contiguous" else BlockPool(POOL, block_size=4)
+        clean: Allocators = BlockPool(POOL, block_size=4, prefix_caching=backend.endswith("cache"))
+        if backend == "contiguous":
+            clean = Slots(POOL, limits.max_model_len)
         allocator = interrupted(clean, functools.partial(operator.eq, moment))
         run = answer(this.pair.model, allocator, prompts, new_tokens=new_tokens, limits=limits)
         assert departures(run, expected) == []

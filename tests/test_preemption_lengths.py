@@ -52,7 +52,7 @@ PAGED = [f"{cache}-{size}" for cache in ("paged", "cached") for size in (1, 3, 4
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [*PAGED, *POLICIES, *(f"{policy} static" for policy in POLICIES)])
-def test_at_every_length_on_simulated_rows(kind: str, mode: str) -> None:
+def test_at_every_length_on_simulated_rows(kind: str, mode: str) -> None:  # nano-vllm PR#211, vllm#16832
     """What is resumed begins at row 0, with a prefix cache behind the full blocks it had."""
     policy, _, static = kind.partition(" ")
     size = int(kind.split("-")[1]) if kind in PAGED else 4
@@ -85,7 +85,7 @@ def case(mode: str) -> tuple[Pair, list[list[int]], Expected]:
 
 @pytest.mark.parametrize("mode", PROMPTS)
 @pytest.mark.parametrize("kind", ["max", "paged-4", "cached-4"])
-def test_at_every_length_on_a_real_model(kind: str, mode: str) -> None:
+def test_at_every_length_on_a_real_model(kind: str, mode: str) -> None:  # vllm#16832
     pair, prompts, expected = case(mode)
     limits = Limits(40, 2 if mode == "in its prompt" else 40)
     for length in range(1, 3 * 4 + 2):

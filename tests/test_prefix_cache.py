@@ -253,7 +253,7 @@ def machine(size: int) -> type[Shared]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_any_order_of_calls_with_blocks_of(size: int) -> None:
+def test_any_order_of_calls_with_blocks_of(size: int) -> None:  # sglang#11970
     run_state_machine_as_test(machine(size), settings=settings(max_examples=50, stateful_step_count=40))
 
 

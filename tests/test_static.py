@@ -86,7 +86,7 @@ def test_a_batch_larger_than_the_token_budget_is_still_one_batch() -> None:
 
 @settings(max_examples=300)
 @given(cells(kinds=POLICIES))
-def test_any_workload_in_static_batches(cell: Cell) -> None:
+def test_any_workload_in_static_batches(cell: Cell) -> None:  # inference-sim#529
     """Every request ends as it must, in bounded steps, with the tokens of continuous batching; every row is accounted
     for."""
     cell = replace(cell, static=True)

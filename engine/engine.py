@@ -93,6 +93,7 @@ class Engine:
         return request.prompt, (
             f"prompt of {len(request.prompt)} tokens and {request.max_tokens} declared go beyond "
             f"max_model_len {self.limits.max_model_len}"
+            + ("; cut to fit, nothing of the prompt would be left" if self.limits.truncate else "")
         )
 
     def abort(self, request_id: int, reason: str = "aborted by its client") -> bool:

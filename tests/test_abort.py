@@ -68,7 +68,7 @@ def check_partition(pool: Pool, engine: Engine) -> None:
 
 class Story:
     """An engine taken through its steps by hand: requests arrive and are aborted when a test says so. `done` are the
-    records handed out, in order."""
+    records handed out, in order. In every step the oldest gets on, so that none can go on for ever."""
 
     def __init__(self, kind: str, pool_tokens: int, limits: Limits, static: bool = False) -> None:
         self.pool = make_pool(kind, pool_tokens, limits.max_model_len)
@@ -92,6 +92,8 @@ class Story:
             check_partition(self.pool, engine)
 
         phase(PHASES[0])
+        oldest = next(iter([*engine.scheduler.running, *engine.scheduler.waiting]), None)
+        computed = oldest.computed if oldest else 0
         engine.launch(self.now_s)
         if engine.busy:
             phase(PHASES[1])
@@ -101,6 +103,8 @@ class Story:
             engine.commit(self.now_s)
         phase(PHASES[2])
         self.done += engine.take_done()
+        if oldest is not None and oldest.id not in {one.request for one in self.done}:
+            assert oldest.computed > computed, "the oldest stands still"
         return answers
 
     def end(self) -> Run:
@@ -110,15 +114,18 @@ class Story:
         assert replace(self.pool.usage(), cached=0) == Usage(0, 0, self.pool.pool_tokens), "rows leaked"
         split(run)
         assert sorted(one.request for one in self.done) == sorted({one.request for one in run.requests})
+        accepted = [one for one in run.requests if one.status != REJECTED]
+        assert len(run.steps) <= sum(one.input_tokens + one.output_tokens - 1 for one in accepted)
         return run
 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_aborts_and_ends_at_random(data: st.DataObject) -> None:  # sglang#11970, vllm#46283
+def test_aborts_timeouts_and_ends_at_random(data: st.DataObject) -> None:  # sglang#11970, vllm#46283, inference-sim#529
     """Under a prefix cache all prompts are beginnings of one text, with a few tokens of their own behind."""
     kind = data.draw(st.sampled_from((*KINDS, *CACHED_KINDS)))
-    limits = Limits(40, data.draw(st.integers(1, 24)), data.draw(st.integers(1, 6)))
+    timeout_s = data.draw(st.sampled_from((None, None, 2**-4, 2**-2)))
+    limits = Limits(40, data.draw(st.integers(1, 24)), data.draw(st.integers(1, 6)), request_timeout_s=timeout_s)
     pool_tokens = data.draw(st.integers(28, 90)) * (8 if kind == "paged-256" else 1)
     contiguous = not kind.startswith(("paged-", "cached-"))
     story = Story(kind, pool_tokens, limits, static=contiguous and data.draw(st.booleans()))
@@ -137,6 +144,7 @@ def test_aborts_and_ends_at_random(data: st.DataObject) -> None:  # sglang#11970
                     16,
                     output_tokens=None if own_end else data.draw(st.integers(1, 16)),
                     stop_ids=frozenset(range(8)) if own_end else frozenset(),
+                    scheduled_s=story.now_s,
                 )
             )
         asked += new
@@ -160,7 +168,9 @@ def test_aborts_and_ends_at_random(data: st.DataObject) -> None:  # sglang#11970
         else:
             assert record.status in (ABORTED, REJECTED, FAILED)
             assert record.status == ABORTED or record.request not in accepted
-            assert (record.reason == "aborted by its client") == (record.status == ABORTED)
+            too_late = record.reason == f"not finished {timeout_s or 0:g} s after it was scheduled"
+            assert (too_late or record.reason == "aborted by its client") == (record.status == ABORTED)
+            event(f"too late: {too_late}")
     assert sum(step.sampled_tokens for step in run.steps) == sum(one.output_tokens for one in run.requests)
 
 
@@ -170,7 +180,7 @@ def statuses(run: Run) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", ["paged-3", "max", "declared"])
-def test_an_abort_while_waiting(kind: str, phase: str) -> None:
+def test_an_abort_while_waiting(kind: str, phase: str) -> None:  # vllm#46283
     story = Story(kind, 64, Limits(16, 8, 1))
     assert story.step(request(0, 4, 5), request(1, 4, 5), aborts={phase: [1]}) == [True]
     (done,) = story.done
@@ -179,7 +189,7 @@ def test_an_abort_while_waiting(kind: str, phase: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["paged-3", "max", "declared"])
-def test_an_abort_in_the_middle_of_a_prompt_waits_for_the_batch_in_flight(kind: str) -> None:
+def test_an_abort_in_the_middle_of_a_prompt_waits_for_the_batch_in_flight(kind: str) -> None:  # vllm#46283
     story = Story(kind, 64, Limits(16, 4))
     story.step(request(0, 10, 3))
     held = story.pool.usage().held
@@ -208,7 +218,7 @@ def test_an_abort_while_decoding_keeps_the_tokens_that_came(kind: str, phase: st
     assert row["ttft_samples"] == 0 and row["ttft_p50_s"] is None and row["attainment"] == 0
 
 
-def test_an_abort_of_a_preempted_request_leaves_the_queue() -> None:
+def test_an_abort_of_a_preempted_request_leaves_the_queue() -> None:  # vllm#46283
     story = Story("paged-4", 12, Limits(12))
     story.step(*(request(number, 4, 4) for number in range(3)))
     story.step()

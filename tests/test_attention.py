@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ LONGEST = 64
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Some sequences, their heads, and what attention is asked for."""
+    """Some sequences, their heads, and what attention is asked for. Those in `spoilt` are nothing but NaN."""
 
     lengths: tuple[int, ...]
     kv_heads: int = 2
@@ -38,6 +38,7 @@ class Problem:
     window: int | None = None
     softcap: float | None = None
     with_sinks: bool = False
+    spoilt: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,9 @@ def drawn(problem: Problem) -> Tensors:
     k = [normal(length, problem.kv_heads, problem.dim) for length in problem.lengths]
     v = [normal(length, problem.kv_heads, problem.dim) for length in problem.lengths]
     sinks = normal(heads) if problem.with_sinks else None
+    for number in problem.spoilt:
+        for part in (q, k, v):
+            part[number].fill_(math.nan)
     options = {"window": problem.window, "softcap": problem.softcap, "sinks": sinks}
     exact = [attention(*qkv, scale=problem.dim**-0.5, **options) for qkv in zip(q, k, v, strict=True)]  # type: ignore[arg-type]
     return Tensors(q, k, v, sinks, exact)
@@ -181,7 +185,9 @@ def test_heads_of_every_size(dim: int, group: int, kv_heads: int, dtype: torch.d
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chunk", [1, 5, 7, 18])
 @pytest.mark.parametrize("window", [1, 6, 18])
-def test_a_window_hides_what_lies_before_it(window: int, chunk: int, layout: str) -> None:
+def test_a_window_hides_what_lies_before_it(  # transformers PR#47708
+    window: int, chunk: int, layout: str
+) -> None:
     problem = Problem(tuple(range(1, 19)), kv_heads=1, group=2, window=window)
     assert_exact_enough(problem, served(problem, LAYOUTS[layout](), chunks=(chunk,)))
 
@@ -201,12 +207,28 @@ def test_soft_caps_and_sinks(
 @pytest.mark.parametrize(
     "problem", [Problem(ODD_LENGTHS, window=6), Problem(ODD_LENGTHS, softcap=1.5, with_sinks=True)]
 )
-def test_what_lies_in_unused_rows_changes_no_bit(problem: Problem, layout: str) -> None:
+def test_what_lies_in_unused_rows_changes_no_bit(problem: Problem, layout: str) -> None:  # vllm PR#47305
     over_nan, over_zero, over_much = (
         served(problem, LAYOUTS[layout](), chunks=(5, 1, 9), fill=fill) for fill in (math.nan, 0.0, 1e30)
     )
     for first, second, third in zip(over_nan, over_zero, over_much, strict=True):
         assert torch.equal(first, second) and torch.equal(first, third)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "problem", [Problem(ODD_LENGTHS, window=6), Problem(ODD_LENGTHS, softcap=1.5, with_sinks=True)]
+)
+@pytest.mark.parametrize("spoilt", [(0, 1), (2,)])
+def test_a_neighbour_of_nan_changes_no_bit(  # vllm PR#47305, vllm PR#57094
+    spoilt: tuple[int, ...], problem: Problem, layout: str
+) -> None:
+    """What a batch is padded with, or one broken sequence in it, is as good as not there for the others."""
+    calm, rough = (
+        served(one, LAYOUTS[layout](), chunks=(5, 1, 9)) for one in (problem, replace(problem, spoilt=spoilt))
+    )
+    for number, (expected, found) in enumerate(zip(calm, rough, strict=True)):
+        assert found.isnan().all() if number in spoilt else torch.equal(found, expected)
 
 
 def test_tables_are_really_shuffled() -> None:

@@ -95,14 +95,16 @@ def test_every_measured_family_is_compared() -> None:
     assert set(FAMILY_FIELDS) == FAMILIES
 
 
-@pytest.mark.parametrize("backend", ["contiguous", "paged"])
-def test_a_preemption_at_any_moment_changes_no_token(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["contiguous", "paged", "paged with a prefix cache"])
+def test_a_preemption_at_any_moment_changes_no_token(backend: str) -> None:  # vllm#16832
     this, new_tokens = case("qwen3"), 8
     limits = Limits(max_model_len=LIMITS.max_model_len, max_batched_tokens=7)
     prompts = [this.prompts[number] for number in (0, 4, 2)]
     expected = generate(this.pair.reference, prompts, new_tokens)
     for moment in itertools.count(1):
-        clean = Slots(POOL, limits.max_model_len) if backend == "contiguous" else BlockPool(POOL, block_size=4)
+        clean: Allocators = BlockPool(POOL, block_size=4, prefix_caching=backend.endswith("cache"))
+        if backend == "contiguous":
+            clean = Slots(POOL, limits.max_model_len)
         allocator = interrupted(clean, functools.partial(operator.eq, moment))
         run = answer(this.pair.model, allocator, prompts, new_tokens=new_tokens, limits=limits)
         assert departures(run, expected) == []
@@ -128,14 +130,14 @@ def test_tokens_found_in_the_prefix_cache_change_no_token(family: str) -> None:
     assert (parts.pool == 123).all() and any(step.logical_tokens > step.used_tokens for step in run.steps)
 
 
-def misplaced(kind: str) -> tuple[Allocators, type[Arena]]:
+def misplaced(kind: str, max_model_len: int = LIMITS.max_model_len) -> tuple[Allocators, type[Arena]]:
     """A backend in which some row is not where it should be."""
     if kind == "range one row off":
-        return MisplacedSlots(4 * LIMITS.max_model_len, LIMITS.max_model_len), Arena
+        return MisplacedSlots(4 * max_model_len, max_model_len), Arena
     if kind == "table entry one block off":
         return MisplacedBlocks(600, block_size=3), Arena
     if kind == "contiguous write one row off":
-        return Slots(4 * LIMITS.max_model_len, LIMITS.max_model_len), SlippingArena
+        return Slots(4 * max_model_len, max_model_len), SlippingArena
     assert kind == "paged write one row off"
     return BlockPool(600, block_size=3), SlippingArena
 

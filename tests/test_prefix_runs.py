@@ -99,7 +99,7 @@ def cells(draw: st.DrawFn) -> Cell:
 
 @settings(max_examples=200)
 @given(cells())
-def test_any_workload_with_the_cache_on(cell: Cell) -> None:
+def test_any_workload_with_the_cache_on(cell: Cell) -> None:  # inference-sim#529
     pool = Watched(cell.pool_tokens, cell.block)
     served = cell.serve(pool)
     check_requests(cell, served)

@@ -145,10 +145,14 @@ def test_the_request_that_cannot_end_fails_and_the_others_go_on() -> None:  # na
     assert [one.output_token_ids for one in others] == [answer(one) for one in requests[1:]]
 
 
-@pytest.mark.parametrize("budget", [8, 64])
-def test_two_prompts_in_a_pool_for_one_and_a_half_cost_at_most_one_preemption(budget: int) -> None:  # vllm PR#21809
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("budget", [1, 8, 64])
+def test_two_prompts_in_a_pool_for_one_and_a_half_cost_at_most_one_preemption(  # vllm PR#21809
+    budget: int, caching: bool
+) -> None:
     requests = [request(0, 32, 16), request(1, 32, 16)]
-    run, *_ = serve_on(BlockPool(72, 4), ClosedLoop(requests, 2), Limits(64, budget))
+    pool = BlockPool(72, 4, prefix_caching=caching)
+    run, *_ = serve_on(pool, ClosedLoop(requests, 2), Limits(64, budget))
     assert sum(one.preemptions for one in run.requests) <= 1
     assert [one.output_token_ids for one in run.requests] == [answer(one) for one in requests]
 
@@ -255,7 +259,7 @@ def test_an_answer_ends_with_its_stop_token(kind: str) -> None:  # sglang#24254
         ({"output_tokens": 5}, "request 8 answers 5 tokens but declares 4"),
     ],
 )
-def test_requests_that_cannot_be(change: dict[str, Any], message: str) -> None:
+def test_requests_that_cannot_be(change: dict[str, Any], message: str) -> None:  # evalchemy#152
     with pytest.raises(KvbenchError, match=f"^{message}") as refused:
         replace(request(8, 3, 4), **change)
     assert "\n" not in str(refused.value)

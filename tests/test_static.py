@@ -10,7 +10,7 @@ import pytest
 from fakes import Served, answer, make_pool, power_of_two, request, serve_on
 from hypothesis import event, given, settings
 from test_abort import PHASES, Story
-from test_engine import Cell, cells, check_requests
+from test_engine import Cell, cells, check_progress, check_requests
 
 from kvbench.cli.config import parse_variants
 from kvbench.contiguous.slots import POLICIES
@@ -86,11 +86,13 @@ def test_a_batch_larger_than_the_token_budget_is_still_one_batch() -> None:
 
 @settings(max_examples=300)
 @given(cells(kinds=POLICIES))
-def test_any_workload_in_static_batches(cell: Cell) -> None:
-    """Every request ends as it must, with the tokens of continuous batching; every row is accounted for."""
+def test_any_workload_in_static_batches(cell: Cell) -> None:  # inference-sim#529
+    """Every request ends as it must, in bounded steps, with the tokens of continuous batching; every row is accounted
+    for."""
     cell = replace(cell, static=True)
     served = cell.serve()
     check_requests(cell, served)
+    check_progress(cell, served)
     check_batches(cell, served)
     assert cell.serve() == served, "the same run twice gave other records"
     continuous = replace(cell, static=False).serve().run
@@ -140,7 +142,7 @@ def check_batches(cell: Cell, served: Served) -> None:
 
 
 @pytest.mark.parametrize("kind", POLICIES)
-def test_a_failed_allocation_at_any_call_changes_no_token(kind: str) -> None:
+def test_a_failed_allocation_at_any_call_changes_no_token(kind: str) -> None:  # vllm#16832
     requests = [request(number, 5 + 3 * number, 3 + 2 * number) for number in range(5)]
     preempted = 0
     for fails in count():

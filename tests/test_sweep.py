@@ -196,6 +196,9 @@ BAD = {
     "no number of users": (["--concurrency", "nan"], "--concurrency"),
     "an infinite rate": (["--request-rate", "inf"], "--request-rate"),
     "zero length": (["--input-len", "0"], "--input-len"),
+    "an empty answer": (["--output-len", "0"], "--output-len"),  # evalchemy#152
+    "no answer declared": (["--max-tokens", "0"], "--max-tokens"),  # evalchemy#152
+    "less declared than asked": (["--output-len", "8", "--max-tokens", "4"], "--max-tokens 4"),
     "zero repeats": (["--repeats", "0"], "--repeats"),
     "endless repeats": (["--repeats", "99999999999999999999"], "--repeats"),
     "endless requests": (["--num-prompts", "99999999999999999999"], "--num-prompts"),

@@ -71,7 +71,8 @@ def reconfigure(folder: Path, **fields: Any) -> None:
 def assert_same_buffers(model: BoundModel, normal: torch.nn.Module) -> None:
     """Rotary frequencies are buffers, not weights: a model built on another device or without data can lose them."""
     ours, theirs = dict(model.module.named_buffers()), dict(normal.named_buffers())
-    assert ours.keys() == theirs.keys() and any("inv_freq" in name for name in ours)
+    turns = model.config.model_type not in ("gpt2", "opt")
+    assert ours.keys() == theirs.keys() and any("inv_freq" in name for name in ours) == turns
     assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -82,13 +83,26 @@ def is_tied(model: BoundModel) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_random_weights_of_a_shape_leave_buffers_as_a_normal_model_has_them(dtype: torch.dtype) -> None:
+def test_random_weights_of_a_shape_leave_buffers_as_a_normal_model_has_them(  # transformers#45902
+    dtype: torch.dtype,
+) -> None:
     model = load("tiny", dtype=dtype)
     assert model.dtype == dtype
     assert_same_buffers(model, AutoModelForCausalLM.from_config(load_config(find_source("tiny")), dtype=dtype))
     frequencies = 10_000.0 ** (-torch.arange(0, 32, 2).double() / 32)
     found = dict(model.module.named_buffers())["model.rotary_emb.inv_freq"]
     torch.testing.assert_close(found.double(), frequencies, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("weights", ["random", "auto"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_buffers_of_every_family_are_a_normal_models(  # transformers#45902
+    family: str, weights: str, tmp_path: Path
+) -> None:
+    quiet()
+    normal = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.bfloat16)
+    (normal.config if weights == "random" else normal).save_pretrained(tmp_path)
+    assert_same_buffers(load(tmp_path, weights, dtype=torch.bfloat16), normal)
 
 
 def test_tied_weights_are_one_tensor_and_count_once() -> None:

@@ -102,13 +102,15 @@ def tiny_config(family: str, **fields: Any) -> PretrainedConfig:
     return AutoConfig.for_model(family, **(COMMON | FAMILY_FIELDS.get(family, {}) | fields))
 
 
-def tiny_pair(family: str) -> Pair:
-    """Two separately built models of a family with equal weights."""
+def tiny_pair(family: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Pair:
+    """Two separately built models of a family with equal weights; `fields` as in `tiny_config`."""
     quiet()
     register()
     torch.manual_seed(SEEDS.get(family, 1))
-    ours = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=ATTENTION)
-    reference = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager")
+    ours, reference = (
+        AutoModelForCausalLM.from_config(tiny_config(family, **fields), dtype=dtype, attn_implementation=attention)
+        for attention in (ATTENTION, "eager")
+    )
     reference.load_state_dict(ours.state_dict())
     return Pair(BoundModel(ours, ours.config), reference.eval())
 

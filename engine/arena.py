@@ -72,6 +72,8 @@ class Arena:
     def move(self, moves: Sequence[Move]) -> None:
         """Copy rows, each way as one batched copy a layer: first what goes out, then within, then what comes in. No two
         moves of one way may have a target in common."""
+        if not moves:
+            return
         device, host = (self.k, self.v), (self._host_k, self._host_v)
         for way, sources, targets in ((OUT, device, host), (COPY, device, device), (IN, host, device)):
             chosen = [move for move in moves if move.way == way]

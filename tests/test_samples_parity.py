@@ -76,7 +76,7 @@ def test_samples_and_swaps_give_the_tokens_of_generate(family: str, prefix_cachi
 
 @pytest.mark.parametrize("backend", ["contiguous", "paged"])
 @pytest.mark.parametrize("length", [BLOCK + 3, 2 * BLOCK])
-def test_four_samples_are_those_of_four_requests_alone(backend: str, length: int) -> None:
+def test_four_samples_are_those_of_four_requests_alone(backend: str, length: int) -> None:  # vllm PR#10980
     """Each sample draws what a request with its seed draws alone: sharing a prompt changes nothing."""
     pair, sampling = tiny_pair("llama"), Sampling(2.5, 0.95, 1.2, seed=100)
     prompts = [[random.Random(number).randrange(VOCAB) for _ in range(length)] for number in range(3)]

@@ -270,12 +270,12 @@ def parse_variants(
             )
         picked = [choice(item, words, flag(name)) for item in (words[0] if text is None else text).split(",")]
         chosen[name] = [_SWITCH.get(word, word) for word in dict.fromkeys(picked)]
-    return tuple(
-        Variant(backend, **dict(zip(mine, values, strict=True)))
-        for backend in names
-        if (mine := [name for name in chosen if name in policies[backend]]) is not None
-        for values in itertools.product(*(chosen[name] for name in mine))
-    )
+    found = []
+    for backend in names:
+        mine = [name for name in chosen if name in policies[backend]]
+        for values in itertools.product(*(chosen[name] for name in mine)):
+            found.append(Variant.of({"backend": backend, **dict(zip(mine, values, strict=True))}))
+    return tuple(found)
 
 
 def parse_caching(words: str | None, enable: bool | None) -> str | None:
@@ -285,7 +285,7 @@ def parse_caching(words: str | None, enable: bool | None) -> str | None:
     alias = "on" if enable else "off"
     if words is not None and words.strip().lower() != alias:
         raise KvbenchError(
-            f"--{'' if enable else 'no-'}enable-prefix-caching says {alias} and --prefix-caching {words}; give one of them"
+            f"--{'' if enable else 'no-'}enable-prefix-caching says {alias}, --prefix-caching {words}; give one of them"
         )
     return alias
 

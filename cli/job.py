@@ -157,7 +157,6 @@ def prepare(config: SweepConfig) -> Job:
     model_load_s = time.perf_counter() - started_s
     per_token = model.kv.bytes_per_token(model.dtype.itemsize)
     pool_bytes = config.kv_bytes or _default_pool(config, device, plan, max_model_len, per_token, choices)
-    swap_bytes = _swap_bytes(config, choices)
     job = Job(
         config=config,
         device=device,
@@ -168,7 +167,7 @@ def prepare(config: SweepConfig) -> Job:
                 _whole_blocks("--kv-memory", pool_bytes, per_token, config.block_size),
                 config.block_size,
                 max_model_len,
-                swap_tokens=_whole_blocks("--swap-space", swap_bytes, per_token, config.block_size) if swap_bytes else 0,
+                swap_tokens=_swap_tokens(config, per_token, choices),
             ),
             Limits(
                 max_model_len,
@@ -199,20 +198,21 @@ def _whole_blocks(flag: str, size_bytes: int, per_token: int, block_size: int) -
     return tokens
 
 
-def _swap_bytes(config: SweepConfig, choices: dict[str, str]) -> int:
-    """How much host memory those get that swap; 0 where nobody does."""
+def _swap_tokens(config: SweepConfig, per_token: int, choices: dict[str, str]) -> int:
+    """The rows of host memory that those get who swap; 0 where nobody does."""
     import torch
 
     from kvbench.engine.environment import available_bytes
 
-    if config.swap_bytes is not None or not any(variant.preemption == "swap" for variant in config.variants):
-        return config.swap_bytes or 0
-    available = available_bytes(torch.device("cpu"))
-    if SWAP_BYTES <= available * SWAP_SHARE:
-        choices["swap_space"] = "vLLM's default"
-        return SWAP_BYTES
-    choices["swap_space"] = f"{SWAP_SHARE:.0%} of the {available / 2**30:.1f} GiB of host memory that are available"
-    return int(available * SWAP_SHARE)
+    if not any(variant.preemption == "swap" for variant in config.variants):
+        return 0
+    size_bytes = config.swap_bytes
+    if size_bytes is None:
+        available = available_bytes(torch.device("cpu"))
+        size_bytes = min(SWAP_BYTES, int(available * SWAP_SHARE))
+        of_what = f"{SWAP_SHARE:.0%} of the {available / 2**30:.1f} GiB of host memory that are available"
+        choices["swap_space"] = "as vLLM's default" if size_bytes == SWAP_BYTES else of_what
+    return _whole_blocks("--swap-space", size_bytes, per_token, config.block_size)
 
 
 def _torch(dtype: str) -> Any:

@@ -136,8 +136,8 @@ def _point(cell: Cell) -> tuple[LoadPoint, Context]:
 
 
 def _short(job: Job, variant: Variant) -> list[Request]:
-    """The first requests of the variant's largest load, as many as it has users (16 answers at most, or as many warm-ups
-    as were asked for), each for a few tokens."""
+    """The first requests of the variant's largest load, as many as it has users (about 16 answers at most, or as many
+    warm-ups as were asked for), each for a few tokens."""
     mine = [cell for cell in job.cells if cell.variant == variant]
     cell = max(mine, key=lambda cell: (cell.load.size * cell.context.samples, cell.context.size))
     count = max(job.config.warmups, min(cell.load.concurrency or 16, -(-16 // cell.context.samples)))

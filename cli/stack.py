@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """How much memory a backend gets and how it may use it, in rows of the arena; `swap_tokens` are rows of host memory.
+    """How much memory a backend gets and how it may use it, in rows of the arena, `swap_tokens` in rows of host memory.
     What a variant decides (`reserve`, `prefix_caching`) is filled in for each cell."""
 
     pool_tokens: int

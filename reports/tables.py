@@ -10,11 +10,11 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvbench.metrics.stats import Interval
-from kvbench.reports.groups import Context, Group, Results, Variant
+from kvbench.reports.groups import Group, Results, Variant
 from kvbench.reports.words import number, plain, sentence_case
 
 if TYPE_CHECKING:
@@ -54,17 +54,28 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """A coordinate of the grid: its `head` and what of a group stands under it."""
+
+    head: str
+    label: Callable[[Group], str]
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
-    """One variant's groups. `labels` of a row say where in the grid it stands, `columns` what is told of it."""
+    """One variant's groups. `places` say where in the grid a row stands, `columns` what is told of it."""
 
     title: str
-    label_heads: tuple[str, ...]
+    places: tuple[Place, ...]
     columns: tuple[Column, ...]
     groups: tuple[Group, ...]
 
+    @property
+    def label_heads(self) -> tuple[str, ...]:
+        return tuple(place.head for place in self.places)
+
     def labels(self, group: Group) -> tuple[str, ...]:
-        lengths = (group.context.input_tokens, group.context.output_tokens)
-        return (group.load.number, *(plain(n) for n in lengths))[: len(self.label_heads)]
+        return tuple(place.label(group) for place in self.places)
 
 
 def _known(value: float | None) -> Interval:
@@ -115,7 +126,7 @@ def columns_of(results: Results) -> tuple[Column, ...]:
 def summary(results: Results) -> list[Table]:
     """A table per variant, in the order asked."""
     return [
-        Table(_title(results, variant), _label_heads(results), columns_of(results), tuple(results.of_variant(variant)))
+        Table(_title(results, variant), _places(results), columns_of(results), tuple(results.of_variant(variant)))
         for variant in results.variants
     ]
 
@@ -138,14 +149,9 @@ def records(results: Results) -> list[dict[str, Value]]:
 
 def _record(group: Group, columns: Sequence[Column]) -> dict[str, Value]:
     row: dict[str, Value] = {
-        "backend": group.variant.backend,
-        "reserve": group.variant.reserve,
-        "batching": "static" if group.variant.static else "continuous",
-        "copy": group.variant.copy,
-        "concurrency": group.load.users,
-        "request_rate": group.load.rate_per_s,
-        "input_tokens": group.context.input_tokens,
-        "output_tokens": group.context.output_tokens,
+        **asdict(group.variant),
+        **asdict(group.load),
+        **asdict(group.context),
         "repeats": len(group.ok),
     }
     for column in columns:
@@ -163,10 +169,19 @@ def _title(results: Results, variant: Variant) -> str:
     return sentence_case(name) + reserve
 
 
-def _label_heads(results: Results) -> tuple[str, ...]:
-    load = "requests/s" if any(group.load.rate_per_s is not None for group in results.groups) else "users"
-    shown = [c for c in results.contexts if c != Context()] if len(results.contexts) > 1 else []
-    return (load, "in tokens", "out tokens") if shown else (load,)
+def _places(results: Results) -> tuple[Place, ...]:
+    """The load, and what contexts differ in; both lengths where one of them does."""
+    rates = any(group.load.request_rate is not None for group in results.groups)
+    varied = set(results.varied)
+    lengths = bool(varied & {"input_tokens", "output_tokens"})
+    places = {
+        Place("requests/s" if rates else "users", lambda group: group.load.number): True,
+        Place("in tokens", lambda group: plain(group.context.input_tokens)): lengths,
+        Place("out tokens", lambda group: plain(group.context.output_tokens)): lengths,
+        Place("prefix tokens", lambda group: plain(group.context.prefix_tokens)): "prefix_tokens" in varied,
+        Place("samples", lambda group: plain(group.context.samples)): "samples" in varied,
+    }
+    return tuple(place for place, shown in places.items() if shown)
 
 
 def _csv(rows: Sequence[dict[str, Value]]) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_static_batches_stand_beside_the_others_hold_more_for_nothing_and_answer
     assert all((split(folder.run(row["cell"])).pool == row["pool_tokens"]).all() for row in rows.values())
     assert static["cell"].startswith("contiguous-max-static-") and static["steps"] > continuous["steps"]
     assert static["kv_fragmentation_mean"] > continuous["kv_fragmentation_mean"]
-    assert "ontiguous, static" in (folder.path / "report.html").read_text()
+    assert "ontiguous + static" in (folder.path / "report.html").read_text()
 
 
 def test_at_equal_bytes_only_equal_slots_are_bound_by_the_longest_request() -> None:
@@ -242,8 +243,31 @@ BAD = {
     "output under a file": (["--output", "file/run"], "file"),
     "a prefix of negative length": (["--prefix-len", "-1"], "--prefix-len"),
     "a prefix where prompts are given": (["--dataset", "support", "--prefix-len", "8"], "--prefix-len"),
-    "a salt without a cache": (["--cache-salt", "a"], "--enable-prefix-caching"),
+    "a salt without a cache": (["--cache-salt", "a"], "--prefix-caching on"),
+    "a salt where the cache is off": (["--cache-salt", "a", "--prefix-caching", "off"], "--prefix-caching on"),
+    "an empty salt": (["--cache-salt", "", "--prefix-caching", "on"], "--cache-salt has an empty salt"),
+    "an empty salt in a list": (["--cache-salt", "a,,b", "--prefix-caching", "on"], "--cache-salt has an empty salt"),
     "a prefix cache that nothing has": (["--enable-prefix-caching", "--backend", "contiguous"], "add paged"),
+    "a prefix cache on and off": (["--enable-prefix-caching", "--prefix-caching", "off,on"], "give one of them"),
+    "a prefix cache off and on": (["--no-enable-prefix-caching", "--prefix-caching", "on"], "give one of them"),
+    "a prefix cache of neither": (["--prefix-caching", "of"], "did you mean off?"),
+    "an unknown preemption": (["--preemption", "swop"], "did you mean swap?"),
+    "a preemption that nothing has": (["--preemption", "swap", "--backend", "contiguous"], "add paged"),
+    "swap space for nobody": (["--swap-space", "1GiB"], "--preemption swap"),
+    "swap space for recomputation": (["--swap-space", "1GiB", "--preemption", "recompute"], "--preemption swap"),
+    "no size of swap space": (["--swap-space", "much", "--preemption", "swap"], "--swap-space"),
+    "swap space of less than a block": (["--swap-space", "100", "--preemption", "swap"], "--swap-space 100 holds no"),
+    "zero samples": (["--n", "0", "--temperature", "1"], "--n"),
+    "half a sample": (["--n", "1.5", "--temperature", "1"], "--n"),
+    "an empty list of samples": (["--n", "", "--temperature", "1"], "--n"),
+    "greedy samples": (["--n", "1,4"], "--n 4 at --temperature 0"),
+    "samples that never run together": (
+        ["--n", "4", "--max-num-seqs", "3", "--temperature", "1"],
+        "--max-num-seqs to 4",
+    ),
+    "a prefix of no number": (["--prefix-len", "0,many"], "--prefix-len"),
+    "a prefix beyond the model": (["--prefix-len", "40000"], "lower --prefix-len, --input-len or --output-len"),
+    "a prefix beyond all numbers": (["--prefix-len", "9" * 12], "--prefix-len"),
     "pow2 without lengths": (["--reserve", "pow2", "--no-ignore-eos"], "--ignore-eos"),
 }
 
@@ -286,7 +310,7 @@ def test_a_cell_that_raises_leaves_a_row_and_the_sweep_goes_on(
         raise error
 
     paged = stack.BACKENDS["paged"]
-    monkeypatch.setitem(stack.BACKENDS, "paged", stack.Backend("paged", paged.make_allocator, broken))
+    monkeypatch.setitem(stack.BACKENDS, "paged", replace(paged, make_cache=broken))
     folder = sweep(*QUICK)
     rows = {row["backend"]: row for row in folder.rows()}
     assert rows["contiguous"]["status"] == "ok"

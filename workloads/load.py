@@ -136,8 +136,8 @@ def draw_requests(
 
     `max_tokens` is declared by all of them (default: the longest answer `dataset` can draw), `arrivals` gives their
     `scheduled_s` (default 0: a closed loop sets it). With `ignore_eos` an answer has exactly its drawn length; without,
-    it ends at one of `stop_ids` or at `max_tokens`. The requests take the `cache_salts` in turns, and each asks for `samples`
-    answers.
+    it ends at one of `stop_ids` or at `max_tokens`. The requests take the `cache_salts` in turns, and each asks for
+    `samples` answers.
     """
     if count < 1:
         raise KvbenchError(f"--num-prompts must be at least 1, not {count}")

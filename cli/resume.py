@@ -108,7 +108,7 @@ class Continuation:
             model=kept.model or model["name"],
             dtype=kept.dtype or model["dtype"],
             kv_bytes=kept.kv_bytes or kv["pool_bytes"],
-            swap_bytes=kept.swap_bytes or kv.get("swap_bytes"),
+            swap_bytes=kept.swap_bytes or kv.get("swap_bytes") or None,
             max_model_len=kept.max_model_len or kv["max_model_len"],
         )
 

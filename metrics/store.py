@@ -179,8 +179,8 @@ class RunFolder:
         """A cell's row. One that is damaged becomes a failed row of the cell that was planned."""
         try:
             row = _read_json(self.path / "cells" / name / "result.json")
-            if (named := row.get("cell")) != name:
-                raise KvbenchError(f"it names the cell {named!r}")
+            if row.get("cell") != name:
+                raise KvbenchError("it holds no row of this cell")
         except KvbenchError as error:
             planned = [cell for cell in self.manifest.get("cells") or [] if isinstance(cell, dict)]
             known = next((cell for cell in planned if cell.get("id") == name), {})

@@ -209,14 +209,14 @@ CHANGED_FLAGS = {
 
 
 CHANGED_POINTS = {
-    "was contiguous max, paged, is contiguous max, paged + prefix cache; ": ["--enable-prefix-caching"],
-    "was contiguous max, paged, is contiguous max, paged + swap (and 1 more); ": [
+    "was contiguous max, paged, is contiguous max, paged + prefix cache (stays); ": ["--enable-prefix-caching"],
+    "was contiguous max, paged, is contiguous max, paged + swap (stays) (and 1 more); ": [
         *("--preemption", "swap", "--swap-space", "1MiB")
     ],
-    "was 6 tokens in and 3 tokens out, is 6 tokens in, 3 tokens out and a shared prefix of 4 tokens; ": [
+    "was 6 tokens in and 3 tokens out, is 6 tokens in, 3 tokens out and a shared prefix of 4 tokens (stays); ": [
         *("--prefix-len", "4")
     ],
-    "was 6 tokens in and 3 tokens out, is 6 tokens in, 3 tokens out and 2 samples (and 1 more); ": [
+    "was 6 tokens in and 3 tokens out, is 6 tokens in, 3 tokens out and 2 samples (stays) (and 1 more); ": [
         *("--n", "2", "--temperature", "1")
     ],
 }

@@ -155,6 +155,29 @@ def test_a_shared_prefix_is_found_only_by_the_paged_backend_and_only_where_asked
     assert "KV shared" in (folder.path / "report.html").read_text()
 
 
+def test_a_prefix_cache_off_and_on_are_two_rows_of_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sweep(*QUICK, *PREFIX[2:], "--prefix-caching", "off,on", "--prefix-len", "0,37", "--kv-memory", "2MiB")
+    rows = {(row["backend"], row["prefix_caching"], row["prefix_tokens"]): row for row in folder.rows()}
+    assert set(rows) == {
+        (backend, cached, prefix)
+        for backend, cached in (("contiguous", False), ("paged", False), ("paged", True))
+        for prefix in (0, 37)
+    }
+    assert rows["paged", True, 37]["cell"] == "paged-prefix-c3-i12-o8-p37-r0"
+    assert rows["paged", False, 0]["cell"] == "paged-c3-i12-o8-r0"
+    assert [key for key, row in rows.items() if row["prefix_hit_rate"]] == [("paged", True, 37)]
+    assert {(row["preemption"], row["samples"]) for row in rows.values()} == {("recompute", 1)}
+    header = (folder.path / "cells.csv").read_text().splitlines()[0].split(",")[len(LEADING_COLUMNS) :]
+    assert header[:6] == ["order", "batching", "prefix_caching", "preemption", "prefix_tokens", "samples"]
+    answers = {str([one.output_token_ids for one in folder.run(rows[*key, 37]["cell"]).requests])
+               for key in (("contiguous", False), ("paged", False), ("paged", True))}  # fmt: skip
+    assert len(answers) == 1
+    shown = capsys.readouterr()
+    assert "compared  contiguous max, paged, paged + prefix cache" in shown.err
+    assert "Paged + prefix cache" in shown.out and "prefix\n" in shown.out.replace(" ", "").replace("tokens", "")
+    assert "Paged + prefix cache" in (folder.path / "report.html").read_text()
+
+
 def test_two_equal_cells_find_nothing_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:  # vllm#54227
     folder = sweep(*QUICK, *PREFIX, "--backend", "paged", "--concurrency", "3,3")
     first, second = folder.rows()
@@ -393,7 +416,10 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(capsys: pytest.Capt
 @pytest.mark.parametrize("name", ["markdown", "csv", "json"])
 def test_other_formats_have_the_result_alone_on_standard_output(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(*QUICK, "--format", name)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    last = err[err.index("! ") :]
+    assert "! one repeat: no speed is proven" in last and " at once" in " ".join(last.split())
+    assert last.endswith("Report: out/report.html\n") and "! " not in out and "Report" not in out
     if name == "json":
         assert len(json.loads(out)) == 2
     elif name == "csv":
@@ -420,6 +446,21 @@ def test_ctrl_c_leaves_a_valid_folder_and_a_partial_report() -> None:
     assert folder.manifest["interrupted"] is True and 1 <= len(folder.rows()) < 100
     assert all(folder.has_run(row["cell"]) for row in folder.rows())
     assert (folder.path / "report.html").is_file() and "interrupted" in out.lower()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"cell": "other", "status": "ok"}', '{"x": NaN}'])
+def test_a_damaged_row_is_a_failed_cell_with_its_name(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (broken, *_) = sorted(Path(sweep(*QUICK).path, "cells").glob("paged*"))
+    (broken / "result.json").write_text(text)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "out"])
+    assert not ended.value.code
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"! paged at 3 users, 1 cell: cells/{broken.name}/result.json is damaged" in shown
+    assert "1 of 2 cells failed" in shown and "None" not in shown and "delete that folder" in shown
+    rows = {row["cell"]: row for row in csv.DictReader(Path("out/cells.csv").read_text().splitlines())}
+    assert rows[broken.name]["backend"] == "paged" and rows[broken.name]["status"] == "failed"
 
 
 def test_a_stored_run_is_rendered_again_without_torch() -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,22 +165,31 @@ def _announce(job: Job, say: Console) -> None:
     """What will run, and why what was left open was chosen so."""
     model, cache = job.stack.model, job.stack.cache
     per_token = model.kv.bytes_per_token(model.dtype.itemsize)
-    pool = cache.pool_tokens * per_token / 2**20
     real = "random weights" if random_weights(job) else "real weights"
     dtype = str(model.dtype).removeprefix("torch.")
     lines = {
         "device": f"{job.device.name}, {_cores(job)}",
         "model": f"{job.source.name}, {real}, loaded in {job.model_load_s:.1f} s",
         "dtype": f"{dtype}, {per_token:,} bytes of KV a token",
-        "kv_memory": f"{pool:,.{0 if pool >= 10 else 2}f} MiB = {cache.pool_tokens:,} tokens, the same for each backend"
-        + (", paged with a prefix cache" if cache.prefix_caching else ""),
+        "compared": ", ".join(dict.fromkeys(str(cell.variant) for cell in job.cells)),
+        "kv_memory": f"{_size(job, cache.pool_tokens)}, the same for each backend",
+        "swap_space": f"{_size(job, cache.swap_tokens)} of host memory" if cache.swap_tokens else "",
         "max_model_len": f"{cache.max_model_len} tokens",
         "concurrency": _loads(job),
         "lengths": lengths(job),
     }
     for name, line in lines.items():
+        if not line:
+            continue
         reason = f"  ({job.choices[name]})" if name in job.choices else ""
         say.print(f"{name.replace('_', ' '):>14}  {line}{reason}", markup=False, soft_wrap=True)
+
+
+def _size(job: Job, tokens: int) -> str:
+    """`33 MiB = 1,504 tokens`."""
+    model = job.stack.model
+    size = tokens * model.kv.bytes_per_token(model.dtype.itemsize) / 2**20
+    return f"{size:,.{0 if size >= 10 else 2}f} MiB = {tokens:,} tokens"
 
 
 def _cores(job: Job) -> str:
@@ -192,11 +200,11 @@ def _cores(job: Job) -> str:
 
 
 def _loads(job: Job) -> str:
-    users = dict.fromkeys(cell.concurrency for cell in job.cells if cell.concurrency is not None)
-    rates = dict.fromkeys(cell.request_rate for cell in job.cells if cell.request_rate is not None)
-    if rates:
-        return f"{', '.join(f'{rate:g}' for rate in rates)} requests/s, {job.config.arrivals or 'poisson'}"
-    return f"{', '.join(map(str, users))} user{'s' * (list(users) != [1])} at once"
+    loads = dict.fromkeys(cell.load for cell in job.cells)
+    numbers = ", ".join(load.number for load in loads)
+    if any(load.request_rate is not None for load in loads):
+        return f"{numbers} requests/s, {job.config.arrivals or 'poisson'}"
+    return f"{numbers} user{'s' * (numbers != '1')} at once"
 
 
 def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
@@ -205,7 +213,7 @@ def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
 
     variants = len(dict.fromkeys(cell.variant for cell in job.cells))
     points = len(job.cells) // variants // job.repeats
-    counts = {"backend": variants, "point": points, "repeat": job.repeats}
+    counts = {"variant": variants, "point": points, "repeat": job.repeats}
     grid = " x ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items())
     fewer = "" if job.config.repeats else "  (fewer repeats, but two, where time runs short; --repeats sets your own)"
     took = clock(sum(guesses_s[cell.id] for cell in job.cells))
@@ -241,7 +249,7 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
             first = place > 0 and job.cells[place - 1].repeat < cell.repeat
             if first and whole and job.enough(cell, time.monotonic() - began_s):
                 say.print(f"no time for more than {cell.repeat} repeats; --repeats sets your own")
-                folder.update_manifest(cells=[asdict(done) for done in job.cells[:place]])
+                folder.update_manifest(cells=[done.facts() for done in job.cells[:place]])
                 break
             progress.start(cell)
             row, run = measure(job, cell, progress.watch)

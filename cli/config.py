@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kvbench.errors import KvbenchError
+from kvbench.metrics.points import Context, LoadPoint, Variant
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
-from kvbench.workloads.grid import BATCHINGS, Context, LoadPoint, Variant, parse_floats, parse_ints
+from kvbench.workloads.grid import parse_floats, parse_ints
 
 LARGEST = 10**9
 """Beyond this a number is a slip of the finger, and would only fail later and less clearly."""
@@ -24,15 +26,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("table", "markdown", "csv", "json")
 
 FLAGS = {
-    "variants": "--backend, --reserve and --batching",
+    "variants": "--backend, --reserve, --batching, --prefix-caching and --preemption",
     "loads": "--concurrency or --request-rate",
-    "contexts": "--input-len and --output-len",
+    "contexts": "--input-len, --output-len, --prefix-len and --n",
     "kv_bytes": "--kv-memory",
-    "prefix_caching": "--enable-prefix-caching",
+    "swap_bytes": "--swap-space",
     "cache_salts": "--cache-salt",
     "max_batched_tokens": "--max-num-batched-tokens",
     "max_sequences": "--max-num-seqs",
-    "prefix_tokens": "--prefix-len",
     "prompts": "--num-prompts",
     "warmups": "--num-warmups",
     "slos": "--slo",
@@ -42,9 +43,18 @@ FLAGS = {
 }
 """The flags of fields whose names are not theirs."""
 
+NOUNS: dict[str, type[Variant | LoadPoint | Context]] = {
+    "variants": Variant,
+    "loads": LoadPoint,
+    "contexts": Context,
+}
+"""The fields that are lists of points of the grid."""
+
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {f"{_letter}ib": 1024**_power, _letter: 1024**_power, f"{_letter}b": 1000**_power}
+
+_SWITCH: Mapping[str, object] = {"off": False, "on": True}
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -64,7 +74,7 @@ class SweepConfig:
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     block_size: int = 16
-    prefix_caching: bool = False
+    swap_bytes: int | None = None
     cache_salts: tuple[str, ...] = ("",)
     max_batched_tokens: int = 2048
     max_sequences: int = 256
@@ -73,7 +83,6 @@ class SweepConfig:
     arrivals: str | None = None
     burstiness: float | None = None
     range_ratio: float | None = None
-    prefix_tokens: int = 0
     dataset: str = "random"
     dataset_path: Path | None = None
     prompts: int | None = None
@@ -105,7 +114,6 @@ class SweepConfig:
             if count is not None and not 1 <= count <= LARGEST:
                 raise KvbenchError(f"{flag} must be at least 1 and at most {LARGEST:,}, not {count}")
         for flag, least, value in (
-            ("--prefix-len", 0, self.prefix_tokens),
             ("--num-warmups", 0, self.warmups),
             ("--seed", 0, self.seed),
             ("--temperature", 0, self.temperature),
@@ -124,28 +132,47 @@ class SweepConfig:
         if self.range_ratio is not None and not 0 <= self.range_ratio < 1:
             raise KvbenchError(f"--range-ratio must be at least 0 and below 1, not {self.range_ratio}")
         self._check_dataset()
-        if self.cache_salts != ("",) and not self.prefix_caching:
-            raise KvbenchError("--cache-salt keeps cached prefixes apart; it needs --enable-prefix-caching")
+        self._check_variants()
+        self._check_samples()
         self._check_arrivals()
         if self.repeats is not None and self.repeats > MOST_REPEATS:
             raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
+
+    def _check_variants(self) -> None:
+        if self.cache_salts != ("",) and not any(variant.prefix_caching for variant in self.variants):
+            raise KvbenchError("--cache-salt keeps cached prefixes apart; it needs --prefix-caching on")
+        if self.swap_bytes is not None and not any(variant.preemption == "swap" for variant in self.variants):
+            raise KvbenchError("--swap-space is memory for --preemption swap; add that or drop --swap-space")
         future = [variant.reserve for variant in self.variants if variant.reserve in ("pow2", "oracle")]
         if future and (self.ignore_eos is False or (self.ignore_eos is None and self.dataset == "jsonl")):
             raise KvbenchError(
                 f"--reserve {future[0]} must know each answer's length beforehand; it needs --ignore-eos"
             )
 
+    def _check_samples(self) -> None:
+        most = max((context.samples for context in self.contexts or ()), default=1)
+        if most > 1 and not self.temperature:
+            raise KvbenchError(
+                f"--n {most} at --temperature 0 would give the same answer {most} times; set --temperature above 0"
+            )
+        if most > self.max_sequences:
+            raise KvbenchError(
+                f"--n {most} samples of a request never run together in --max-num-seqs {self.max_sequences}; "
+                f"lower --n or raise --max-num-seqs to {most}"
+            )
+
     def _check_dataset(self) -> None:
         if (self.dataset == "jsonl") != (self.dataset_path is not None):
             raise KvbenchError("--dataset jsonl and --dataset-path FILE go together; give both or neither")
-        if self.prefix_tokens and self.dataset != "random":
+        contexts = self.contexts or ()
+        if self.dataset != "random" and any(context.prefix_tokens for context in contexts):
             raise KvbenchError(f"--dataset {self.dataset} has prompts of its own; --prefix-len is for --dataset random")
-        lengths = self.contexts or ()
+        lengths = any(context.input_tokens or context.output_tokens for context in contexts)
         if self.dataset == "support" and (lengths or self.range_ratio is not None):
             raise KvbenchError(
                 "--dataset support has lengths of its own; drop --input-len, --output-len, --range-ratio"
             )
-        if self.dataset == "jsonl" and (self.range_ratio or any(c.input_tokens for c in lengths)):
+        if self.dataset == "jsonl" and (self.range_ratio or any(context.input_tokens for context in contexts)):
             raise KvbenchError("--dataset jsonl has prompts of its own; drop --input-len and --range-ratio")
 
     def _check_arrivals(self) -> None:
@@ -169,9 +196,9 @@ class SweepConfig:
     def of(cls, facts: Mapping[str, Any]) -> SweepConfig:
         """The configuration that `facts` were made of, read back from `run.json`; what they lack has its default."""
         known: dict[str, Any] = {field.name: facts[field.name] for field in fields(cls) if field.name in facts}
-        for name, kind in (("variants", Variant), ("loads", LoadPoint), ("contexts", Context)):
+        for name, kind in NOUNS.items():
             if known[name] is not None:
-                known[name] = tuple(kind(**item) for item in known[name])
+                known[name] = tuple(kind.of(item) for item in known[name])
         path = known.get("dataset_path")
         known["dataset_path"] = None if path is None else Path(path)
         known["cache_salts"] = tuple(known.get("cache_salts", ("",)))
@@ -229,26 +256,38 @@ def parse_seconds(text: str | None, flag: str) -> float | None:
 
 
 def parse_variants(
-    backends: str, reserves: str | None, batching: str | None, known: Iterable[str], policies: Iterable[str]
+    backends: str, told: Mapping[str, str | None], policies: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> tuple[Variant, ...]:
-    """`--backend`, `--reserve` and `--batching` as rows of the comparison; the last two belong to the contiguous
-    backend alone."""
-    names = [choice(item, known, "--backend") for item in backends.split(",")]
-    rules = [choice(item, policies, "--reserve") for item in ("max" if reserves is None else reserves).split(",")]
-    batchings = [
-        choice(item, BATCHINGS, "--batching") for item in ("continuous" if batching is None else batching).split(",")
-    ]
-    if "contiguous" not in names:
-        for flag, value in (("--reserve", reserves), ("--batching", batching)):
-            if value is not None:
-                raise KvbenchError(f"{flag} is a policy of the contiguous backend; add it to --backend or drop {flag}")
-    found: list[Variant] = []
-    for name in dict.fromkeys(names):
-        if name == "contiguous":
-            found += [Variant(name, rule, way) for rule in dict.fromkeys(rules) for way in dict.fromkeys(batchings)]
-        else:
-            found.append(Variant(name))
+    """`--backend` and what was `told` of each policy (a field of `Variant`; None: nothing) as rows of the comparison:
+    a backend with every choice among the policies that it has."""
+    names = list(dict.fromkeys(choice(item, policies, "--backend") for item in backends.split(",")))
+    chosen: dict[str, list[object]] = {}
+    for name, text in told.items():
+        owner, words = next((owner, of[name]) for owner, of in policies.items() if name in of)
+        if text is not None and not any(name in policies[backend] for backend in names):
+            raise KvbenchError(
+                f"{flag(name)} is a policy of the {owner} backend; add {owner} to --backend or drop {flag(name)}"
+            )
+        picked = [choice(item, words, flag(name)) for item in (words[0] if text is None else text).split(",")]
+        chosen[name] = [_SWITCH.get(word, word) for word in dict.fromkeys(picked)]
+    found = []
+    for backend in names:
+        mine = [name for name in chosen if name in policies[backend]]
+        for values in itertools.product(*(chosen[name] for name in mine)):
+            found.append(Variant.of({"backend": backend, **dict(zip(mine, values, strict=True))}))
     return tuple(found)
+
+
+def parse_caching(words: str | None, enable: bool | None) -> str | None:
+    """`--prefix-caching`, or vLLM's `--enable-prefix-caching` in its words; KvbenchError where both disagree."""
+    if enable is None:
+        return words
+    alias = "on" if enable else "off"
+    if words is not None and words.strip().lower() != alias:
+        raise KvbenchError(
+            f"--{'' if enable else 'no-'}enable-prefix-caching says {alias}, --prefix-caching {words}; give one of them"
+        )
+    return alias
 
 
 def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[LoadPoint, ...] | None:
@@ -262,18 +301,29 @@ def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[Load
     return None
 
 
-def parse_contexts(inputs: str | None, outputs: str | None) -> tuple[Context, ...] | None:
-    """Every input length with every output length; None where neither is given."""
-    if inputs is None and outputs is None:
+def parse_contexts(
+    inputs: str | None, outputs: str | None, prefixes: str | None = None, samples: str | None = None
+) -> tuple[Context, ...] | None:
+    """Every input length with every output length, prefix and number of samples; None where nothing is given."""
+    if (inputs, outputs, prefixes, samples) == (None,) * 4:
         return None
-    ins = parse_ints(inputs, "--input-len") if inputs is not None else [None]
-    outs = parse_ints(outputs, "--output-len") if outputs is not None else [None]
-    return tuple(Context(i, o) for i in dict.fromkeys(ins) for o in dict.fromkeys(outs))
+    axes: tuple[list[Any], ...] = (
+        [None] if inputs is None else parse_ints(inputs, "--input-len"),
+        [None] if outputs is None else parse_ints(outputs, "--output-len"),
+        [0] if prefixes is None else parse_ints(prefixes, "--prefix-len", least=0),
+        [1] if samples is None else parse_ints(samples, "--n"),
+    )
+    return tuple(Context(*point) for point in itertools.product(*map(dict.fromkeys, axes)))
 
 
 def parse_salts(text: str | None) -> tuple[str, ...]:
     """`--cache-salt`: one, or several that the requests take in turns; the empty one where it is not given."""
-    return ("",) if text is None else tuple(text.split(","))
+    if text is None:
+        return ("",)
+    salts = tuple(text.split(","))
+    if not all(salt.strip() for salt in salts):
+        raise KvbenchError(f"--cache-salt has an empty salt in {text!r}; give names, such as a,b, or drop it")
+    return salts
 
 
 def parse_metadata(items: Iterable[str]) -> tuple[tuple[str, str], ...]:

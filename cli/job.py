@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,13 @@ from kvbench.engine.scheduler import Limits
 from kvbench.engine.shapes import SHAPES, find_shape
 from kvbench.engine.types import Request, Sampling
 from kvbench.errors import KvbenchError
+from kvbench.metrics.points import Context, LoadPoint
 from kvbench.workloads.arrivals import schedule
 from kvbench.workloads.datasets import Dataset, RandomTokens
-from kvbench.workloads.grid import Cell, Context, LoadPoint, cells
+from kvbench.workloads.grid import Cell, cells
 from kvbench.workloads.jsonl import Jsonl
 from kvbench.workloads.lengths import Lengths
-from kvbench.workloads.load import ClosedLoop, OpenLoop, draw_requests
+from kvbench.workloads.load import ClosedLoop, OpenLoop, check_clients, declared_tokens, draw_requests
 from kvbench.workloads.support import Support
 
 if TYPE_CHECKING:
@@ -35,13 +36,18 @@ PATIENCE_S = 155.0
 """Without a word from the user a sweep has six repeats (an even number, so that neither backend comes first more
 often), or as many as fit this time, but never less than two: one repeat proves nothing."""
 
+SWAP_BYTES, SWAP_SHARE = 4 * 2**30, 0.25
+"""Without a word from the user rows are swapped to so much host memory, but to no more than this share of what is
+available."""
+
 RANGE_RATIO = 0.8
 """Without a word from the user, prompts and answers spread as widely as real ones do: 20 % to 180 % of their mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A sweep that can start. `choices` says, a line each, what was chosen and why."""
+    """A sweep that can start. `datasets` are those of the grid's contexts, whatever their samples; `choices` says, a
+    line each, what was chosen and why."""
 
     config: SweepConfig
     device: Device
@@ -53,31 +59,46 @@ class Job:
     ignore_eos: bool
     model_load_s: float
     choices: dict[str, str]
+    _latest: dict[object, list[Request]] = field(default_factory=dict, repr=False, compare=False)
 
     def prompts(self, cell: Cell) -> int:
         """How many requests the cell asks."""
         return self.config.prompts or default_prompts(cell, self.device.kind)
 
-    def requests(self, cell: Cell) -> list[Request]:
-        """What the cell asks; the same for every variant of a repeat."""
+    def check(self, cell: Cell) -> None:
+        """KvbenchError where the cell could not mean anything. Draws no prompt."""
         config = self.config
-        count = self.prompts(cell)
-        arrivals = None
-        if cell.request_rate is not None:
-            arrivals = schedule(
-                config.arrivals or "poisson", count, cell.request_rate, cell.seed, config.burstiness or 1.0
+        declared_tokens(self.datasets[cell.context.single], config.max_tokens, ignore_eos=self.ignore_eos)
+        if cell.load.concurrency is not None:
+            check_clients(self.prompts(cell), cell.load.concurrency)
+        self._arrivals(cell)
+
+    def requests(self, cell: Cell) -> list[Request]:
+        """What the cell asks, the same for every variant of a repeat: they follow each other, so the latest requests
+        are kept."""
+        config, key = self.config, (cell.load, cell.context, cell.seed)
+        if key not in self._latest:
+            self._latest.clear()
+            self._latest[key] = draw_requests(
+                self.datasets[cell.context.single],
+                self.prompts(cell),
+                cell.seed,
+                max_tokens=config.max_tokens,
+                arrivals=self._arrivals(cell),
+                sampling=Sampling(config.temperature, config.top_p, config.repetition_penalty),
+                ignore_eos=self.ignore_eos,
+                stop_ids=self.stop_ids,
+                cache_salts=config.cache_salts,
+                samples=cell.context.samples,
             )
-        return draw_requests(
-            self.datasets[Context(cell.input_tokens, cell.output_tokens)],
-            count,
-            cell.seed,
-            max_tokens=config.max_tokens,
-            arrivals=arrivals,
-            sampling=Sampling(config.temperature, config.top_p, config.repetition_penalty),
-            ignore_eos=self.ignore_eos,
-            stop_ids=self.stop_ids,
-            cache_salts=config.cache_salts,
-        )
+        return self._latest[key]
+
+    def _arrivals(self, cell: Cell) -> list[float] | None:
+        """When the requests of an open loop come; None for a closed one."""
+        config, rate = self.config, cell.load.request_rate
+        if rate is None:
+            return None
+        return schedule(config.arrivals or "poisson", self.prompts(cell), rate, cell.seed, config.burstiness or 1.0)
 
     @property
     def repeats(self) -> int:
@@ -91,16 +112,16 @@ class Job:
         return elapsed_s * (cell.repeat + 1) / cell.repeat > PATIENCE_S
 
     def load(self, cell: Cell) -> ClosedLoop | OpenLoop:
-        requests = self.requests(cell)
-        return OpenLoop(requests) if cell.concurrency is None else ClosedLoop(requests, cell.concurrency)
+        requests, users = self.requests(cell), cell.load.concurrency
+        return OpenLoop(requests) if users is None else ClosedLoop(requests, users)
 
 
 def default_prompts(cell: Cell, device: str) -> int:
     """Three rounds of every client on a CPU, eight on a GPU; half a minute of an open loop."""
-    if cell.concurrency is not None:
-        return cell.concurrency * (3 if device == "cpu" else 8)
-    assert cell.request_rate is not None
-    return max(16, round(cell.request_rate * 30))
+    if cell.load.concurrency is not None:
+        return cell.load.concurrency * (3 if device == "cpu" else 8)
+    assert cell.load.request_rate is not None
+    return max(16, round(cell.load.request_rate * 30))
 
 
 def prepare(config: SweepConfig) -> Job:
@@ -119,9 +140,10 @@ def prepare(config: SweepConfig) -> Job:
     kv_shape(hf_config)
     tokenizer = load_tokenizer(source) if config.dataset != "random" else None
     loads = config.loads or _default_loads(device, choices)
-    datasets = _datasets(config, device, hf_config, tokenizer, choices)
-    max_model_len = config.max_model_len or _longest(config, datasets, choices)
-    plan = cells(config.variants, loads, list(datasets), config.repeats or REPEATS, config.seed)
+    contexts = _contexts(config, device)
+    datasets = _datasets(config, contexts, hf_config, tokenizer, choices)
+    max_model_len = config.max_model_len or _longest(config, datasets, source, hf_config, choices)
+    plan = cells(config.variants, loads, contexts, config.repeats or REPEATS, config.seed)
     weighted = unpack(source, _torch(dtype)) if source.gguf and config.weights == "auto" else source
     started_s = time.perf_counter()
     model = load_model(
@@ -134,19 +156,19 @@ def prepare(config: SweepConfig) -> Job:
     )
     model_load_s = time.perf_counter() - started_s
     per_token = model.kv.bytes_per_token(model.dtype.itemsize)
-    pool_bytes = config.kv_bytes or _default_pool(config, device, loads, max_model_len, per_token, choices)
-    pool_tokens = pool_bytes // per_token // config.block_size * config.block_size
-    if pool_tokens < 1:
-        raise KvbenchError(
-            f"--kv-memory {pool_bytes:,} holds no block of {config.block_size} tokens ({per_token:,} bytes each)"
-        )
+    pool_bytes = config.kv_bytes or _default_pool(config, device, plan, max_model_len, per_token, choices)
     job = Job(
         config=config,
         device=device,
         source=source,
         stack=Stack(
             model,
-            CacheConfig(pool_tokens, config.block_size, max_model_len, prefix_caching=config.prefix_caching),
+            CacheConfig(
+                _whole_blocks("--kv-memory", pool_bytes, per_token, config.block_size),
+                config.block_size,
+                max_model_len,
+                swap_tokens=_swap_tokens(config, per_token, choices),
+            ),
             Limits(
                 max_model_len,
                 config.max_batched_tokens,
@@ -164,8 +186,33 @@ def prepare(config: SweepConfig) -> Job:
         choices=choices,
     )
     for cell in plan:
-        job.load(cell)  # refuses, before the first cell runs, what no cell could mean
+        job.check(cell)
     return job
+
+
+def _whole_blocks(flag: str, size_bytes: int, per_token: int, block_size: int) -> int:
+    """The tokens of the whole blocks that fit a size."""
+    tokens = size_bytes // per_token // block_size * block_size
+    if tokens < 1:
+        raise KvbenchError(f"{flag} {size_bytes:,} holds no block of {block_size} tokens ({per_token:,} bytes each)")
+    return tokens
+
+
+def _swap_tokens(config: SweepConfig, per_token: int, choices: dict[str, str]) -> int:
+    """The rows of host memory that those get who swap; 0 where nobody does."""
+    import torch
+
+    from kvbench.engine.environment import available_bytes
+
+    if not any(variant.preemption == "swap" for variant in config.variants):
+        return 0
+    size_bytes = config.swap_bytes
+    if size_bytes is None:
+        available = available_bytes(torch.device("cpu"))
+        size_bytes = min(SWAP_BYTES, int(available * SWAP_SHARE))
+        of_what = f"{SWAP_SHARE:.0%} of the {available / 2**30:.1f} GiB of host memory that are available"
+        choices["swap_space"] = "as vLLM's default" if size_bytes == SWAP_BYTES else of_what
+    return _whole_blocks("--swap-space", size_bytes, per_token, config.block_size)
 
 
 def _torch(dtype: str) -> Any:
@@ -213,41 +260,62 @@ def _default_loads(device: Device, choices: dict[str, str]) -> tuple[LoadPoint, 
     return loads
 
 
+def _contexts(config: SweepConfig, device: Device) -> list[Context]:
+    """Every context of the grid, with the lengths that were left open filled in."""
+    told = config.contexts or (Context(),)
+    if config.dataset == "support":
+        return list(told)
+    fallback = CPU_CONTEXT if device.kind == "cpu" else GPU_CONTEXT
+    inputs = fallback.input_tokens if config.dataset == "random" else None
+    full = [
+        replace(
+            context,
+            input_tokens=context.input_tokens or inputs,
+            output_tokens=context.output_tokens or fallback.output_tokens,
+        )
+        for context in told
+    ]
+    return list(dict.fromkeys(full))
+
+
 def _datasets(
-    config: SweepConfig, device: Device, hf_config: Any, tokenizer: Any, choices: dict[str, str]
+    config: SweepConfig, contexts: list[Context], hf_config: Any, tokenizer: Any, choices: dict[str, str]
 ) -> dict[Context, Dataset]:
-    """The data set of every context of the grid."""
+    """The data set of every context of the grid; samples are answers to the same prompts."""
     vocab = int(hf_config.vocab_size)
     if config.dataset == "support":
         return {Context(): Support(tokenizer, vocab)}
-    fallback = CPU_CONTEXT if device.kind == "cpu" else GPU_CONTEXT
-    contexts = config.contexts or (fallback,)
+    singles = dict.fromkeys(context.single for context in contexts)
     if config.dataset == "jsonl":
         assert isinstance(config.dataset_path, Path)
-        return {
-            Context(None, context.output_tokens): Jsonl(
-                config.dataset_path, tokenizer, vocab, context.output_tokens or fallback.output_tokens or 1
-            )
-            for context in contexts
-        }
+        path = config.dataset_path
+        return {context: Jsonl(path, tokenizer, vocab, context.output_tokens or 1) for context in singles}
     ratio = config.range_ratio
     if ratio is None:
-        ratio = 0.0 if config.contexts else RANGE_RATIO
+        lengths = any(context.input_tokens or context.output_tokens for context in config.contexts or ())
+        ratio = 0.0 if lengths else RANGE_RATIO
         if ratio:
             choices["lengths"] = f"spread {1 - ratio:.0%} to {1 + ratio:.0%} of their mean, as real traffic is"
     special = _special_ids(hf_config)
-    found: dict[Context, Dataset] = {}
-    for context in contexts:
-        full = Context(context.input_tokens or fallback.input_tokens, context.output_tokens or fallback.output_tokens)
-        assert full.input_tokens is not None and full.output_tokens is not None
-        found[full] = RandomTokens(
-            Lengths(full.input_tokens, ratio), Lengths(full.output_tokens, ratio), vocab, special, config.prefix_tokens
-        )
-    return found
+    return {context: _random(context, ratio, vocab, special) for context in singles}
 
 
-def _longest(config: SweepConfig, datasets: dict[Context, Dataset], choices: dict[str, str]) -> int:
+def _random(context: Context, ratio: float, vocab: int, special: frozenset[int]) -> RandomTokens:
+    assert context.input_tokens is not None and context.output_tokens is not None
+    lengths = Lengths(context.input_tokens, ratio), Lengths(context.output_tokens, ratio)
+    return RandomTokens(*lengths, vocab, special, context.prefix_tokens)
+
+
+def _longest(
+    config: SweepConfig, datasets: dict[Context, Dataset], source: Source, hf_config: Any, choices: dict[str, str]
+) -> int:
     longest = max(data.longest_input + (config.max_tokens or data.longest_output) for data in datasets.values())
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and longest > limit and any(context.prefix_tokens for context in datasets):
+        raise KvbenchError(
+            f"requests of up to {longest} tokens, their prefix included, are beyond the {limit} positions of "
+            f"{source.name}; lower --prefix-len, --input-len or --output-len"
+        )
     choices["max_model_len"] = "the longest request of the grid"
     return longest
 
@@ -255,7 +323,7 @@ def _longest(config: SweepConfig, datasets: dict[Context, Dataset], choices: dic
 def _default_pool(
     config: SweepConfig,
     device: Device,
-    loads: tuple[LoadPoint, ...],
+    plan: list[Cell],
     max_model_len: int,
     per_token: int,
     choices: dict[str, str],
@@ -268,10 +336,11 @@ def _default_pool(
         free = available_bytes(device.torch)
         choices["kv_memory"] = f"{config.gpu_memory_utilization:.0%} of the {free / 2**30:.1f} GiB free after loading"
         return int(free * config.gpu_memory_utilization)
-    users = max((load.concurrency or 16 for load in loads), default=16)
-    slots = max(1, min(users, config.max_sequences) // 2)
+    asked = max((cell.load.concurrency or 16) * cell.context.samples for cell in plan)
+    slots = max(1, min(asked, config.max_sequences) // 2)
+    noun = "samples" if any(cell.context.samples > 1 for cell in plan) else "requests"
     rows = -(-slots * max_model_len // config.block_size) * config.block_size
-    choices["kv_memory"] = f"{slots} requests of full length: half of the largest load; set --kv-memory for your own"
+    choices["kv_memory"] = f"{slots} {noun} of full length: half of the largest load; set --kv-memory for your own"
     return rows * per_token
 
 

@@ -46,7 +46,7 @@ def manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
         "slos": [str(slo) for slo in config.slos],
         "timings": {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s},
         "sessions": [session],
-        "cells": [asdict(cell) for cell in job.cells],
+        "cells": [cell.facts() for cell in job.cells],
     }
 
 
@@ -89,11 +89,14 @@ def random_weights(job: Job) -> bool:
 
 
 def kv_facts(job: Job) -> dict[str, Any]:
-    """The memory that each backend gets."""
+    """The memory that each backend gets, and the host memory of those that swap."""
     model, cache = job.stack.model, job.stack.cache
+    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
     return {
         "pool_tokens": cache.pool_tokens,
-        "pool_bytes": cache.pool_tokens * model.kv.bytes_per_token(model.dtype.itemsize),
+        "pool_bytes": cache.pool_tokens * per_token,
+        "swap_tokens": cache.swap_tokens,
+        "swap_bytes": cache.swap_tokens * per_token,
         "block_size": cache.block_size,
         "max_model_len": cache.max_model_len,
         "why": job.choices.get("kv_memory", "asked for"),
@@ -117,8 +120,11 @@ def lengths(job: Job) -> str:
     parts = []
     for context, data in job.datasets.items():
         asked = f" {context.input_tokens} in / {context.output_tokens} out" if context.input_tokens else ""
-        prefix = f" after {job.config.prefix_tokens} that all share" if job.config.prefix_tokens else ""
+        prefix = f" after {context.prefix_tokens} that all share" if context.prefix_tokens else ""
         parts.append(f"{data.name}{asked}{prefix}, up to {data.longest_input} + {data.longest_output} tokens")
+    counts = sorted({cell.context.samples for cell in job.cells})
+    if counts != [1]:
+        parts.append(f"{', '.join(map(str, counts))} answers to each prompt")
     return "; ".join(parts)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from kvbench.cli.job import Job
@@ -14,9 +16,10 @@ from kvbench.engine.engine import Watch
 from kvbench.engine.footprint import Footprint
 from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
+from kvbench.metrics.points import Context, LoadPoint, Variant
 from kvbench.metrics.records import FINISHED, REJECTED, UNFINISHED, Run
 from kvbench.metrics.summary import summarise
-from kvbench.workloads.grid import Cell, Variant
+from kvbench.workloads.grid import Cell
 from kvbench.workloads.load import ClosedLoop
 
 Row = dict[str, object]
@@ -40,16 +43,16 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     except Exception as error:
         status, reason, run = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:500], None
     release_memory(job.stack.model)
-    if cell.request_rate is None and numbers:
+    if cell.load.request_rate is None and numbers:
         numbers["achieved_rate_per_s"] = None  # a closed loop asks for no rate
     memory = {"kv_arena_bytes": _arena_bytes(job)} | footprint.read()  # what is held now is held without the cell
     return _leading(job, cell, status, reason) | numbers | memory, run
 
 
 def _arena_bytes(job: Job) -> int:
-    """Keys and values of the pool's rows and of one padding block, the same for each backend."""
-    cache, model = job.stack.cache, job.stack.model
-    return (cache.pool_tokens + cache.block_size) * model.kv.bytes_per_token(model.dtype.itemsize)
+    """Keys and values of all rows on the device, the same for each backend."""
+    model = job.stack.model
+    return job.stack.arena_rows * model.kv.bytes_per_token(model.dtype.itemsize)
 
 
 def _verdict(run: Run, unasked: int, timeout_s: float) -> tuple[str, str]:
@@ -71,29 +74,27 @@ def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
     cache = job.stack.cache
     return {
         "cell": cell.id,
-        "backend": cell.backend,
+        "backend": cell.variant.backend,
         "evidence": "measured",
         "device": job.device.name,
         "model": job.source.name,
         "dtype": str(job.stack.model.dtype).removeprefix("torch."),
-        "reserve": cell.reserve,
-        "block_size": cache.block_size if cell.reserve is None else None,
+        "reserve": cell.variant.reserve,
+        "block_size": cache.block_size if cell.variant.reserve is None else None,
         "max_model_len": cache.max_model_len,
         "attention": "torch",
         "tp": 1,
-        "concurrency": cell.concurrency,
-        "request_rate": cell.request_rate,
-        "input_tokens": cell.input_tokens,
-        "output_tokens": cell.output_tokens,
+        **asdict(cell.load),
+        "input_tokens": cell.context.input_tokens,
+        "output_tokens": cell.context.output_tokens,
         "repeat": cell.repeat,
         "seed": cell.seed,
         "window": None,
         "status": status,
         "reason": reason,
         "order": cell.order,
-        "batching": cell.batching,
-        "prefix_caching": cache.prefix_caching and BACKENDS[cell.backend].shares,
-        "prefix_tokens": job.config.prefix_tokens,
+        **asdict(cell.variant),
+        **asdict(cell.context),
     }
 
 
@@ -131,15 +132,24 @@ def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
             cold_s = job.stack.model.first_forward_s + first.requests[0].first_s
         many = _try(job, variant, requests) if job.config.warmups else None
         paces[variant] = _pace(first, many)
-    return cold_s, {cell.id: _guess(job, cell, paces[cell.variant]) for cell in job.cells}
+    asked: dict[tuple[LoadPoint, Context], Asked] = {}
+    for cell in job.cells:
+        if _point(cell) not in asked:
+            asked[_point(cell)] = Asked.by(job.requests(cell))
+    return cold_s, {cell.id: _guess(job, cell, paces[cell.variant], asked[_point(cell)]) for cell in job.cells}
+
+
+def _point(cell: Cell) -> tuple[LoadPoint, Context]:
+    """What a cell's time hangs on beside its variant. Seeds change it little, and samples answer the same prompts."""
+    return cell.load, cell.context.single
 
 
 def _short(job: Job, variant: Variant) -> list[Request]:
-    """The first requests of the variant's largest load, as many as it has users (16 at most, or as many warm-ups as
-    were asked for), each for a few tokens."""
+    """The first requests of the variant's largest load, as many as it has users (about 16 answers at most, or as many
+    warm-ups as were asked for), each for a few tokens."""
     mine = [cell for cell in job.cells if cell.variant == variant]
-    cell = max(mine, key=lambda cell: (cell.concurrency or 0, cell.request_rate or 0, cell.input_tokens or 0))
-    count = max(job.config.warmups, min(cell.concurrency or 16, 16))
+    cell = max(mine, key=lambda cell: (cell.load.size * cell.context.samples, cell.context.size))
+    count = max(job.config.warmups, min(cell.load.concurrency or 16, -(-16 // cell.context.samples)))
     return [
         replace(request, scheduled_s=0.0, output_tokens=min(8, request.output_tokens or request.max_tokens))
         for request in job.requests(cell)[:count]
@@ -175,13 +185,45 @@ def _pace(first: Run | None, many: Run | None) -> Pace:
     )
 
 
-def _guess(job: Job, cell: Cell, pace: Pace) -> float:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the requests of a point ask, in tokens: all prompts, what every one of them begins with, and an answer to
+    each. The last is scheduled at `until_s`."""
+
+    requests: int
+    prompts: int
+    common: int
+    answers: int
+    until_s: float
+
+    @classmethod
+    def by(cls, requests: Sequence[Request]) -> Asked:
+        prompts = [request.prompt for request in requests]
+        first, last = min(prompts), max(prompts)  # what these two share, all in between share
+        pairs = zip(first, last, strict=False)
+        return cls(
+            len(requests),
+            sum(map(len, prompts)),
+            sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)),
+            sum(request.output_tokens or request.max_tokens for request in requests),
+            requests[-1].scheduled_s,
+        )
+
+
+def _guess(job: Job, cell: Cell, pace: Pace, asked: Asked) -> float:
     """Prompts and answers at the variant's pace, with as many sequences at once as users ask and memory lets run; an
-    open loop lasts as long as its schedule at least, and no cell longer than it may."""
-    requests = job.requests(cell)
-    asked = min(cell.concurrency or pace.together, job.config.max_sequences)
-    at_once = asked if pace.together >= min(asked, 16) else pace.together
-    prompts = sum(len(request.prompt) for request in requests)
-    answers = sum(request.output_tokens or request.max_tokens for request in requests)
-    busy_s = prompts * pace.prefill_s + answers / at_once * pace.step_s(at_once)
-    return min(max(requests[-1].scheduled_s, busy_s), job.config.cell_timeout_s or math.inf)
+    open loop lasts as long as its schedule at least, and no cell longer than it may.
+
+    Each sample computes its own prompt unless its backend shares rows, and all but the opening wave find the full
+    blocks of a common beginning in a prefix cache.
+    """
+    samples, users = cell.context.samples, cell.load.concurrency
+    wanted = min(pace.together if users is None else users * samples, job.config.max_sequences)
+    at_once = wanted if pace.together >= min(wanted, 16) else pace.together
+    prompts = asked.prompts * (1 if BACKENDS[cell.variant.backend].shares else samples)
+    if cell.variant.prefix_caching:
+        size = job.stack.cache.block_size
+        opening = max(-(-at_once // samples), len(job.config.cache_salts))
+        prompts -= asked.common // size * size * max(0, asked.requests - opening)
+    busy_s = prompts * pace.prefill_s + asked.answers * samples / at_once * pace.step_s(at_once)
+    return min(max(asked.until_s, busy_s), job.config.cell_timeout_s or math.inf)

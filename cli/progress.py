@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from kvbench.metrics.points import Context
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
@@ -81,20 +83,14 @@ class Progress:
 
 
 def _point(cell: Cell) -> object:
-    return cell.variant, cell.concurrency, cell.request_rate, cell.input_tokens, cell.output_tokens
+    return cell.variant, cell.load, cell.context
 
 
 def describe(cell: Cell) -> str:
-    """`paged, 16 users, 64 in / 48 out, repeat 2`."""
-    words = [cell.backend if cell.reserve in (None, "max") else f"{cell.backend} {cell.reserve}"]
-    if cell.batching == "static":
-        words.append("static")
-    if cell.concurrency is not None:
-        words.append(f"{cell.concurrency} user{'s' if cell.concurrency != 1 else ''}")
-    else:
-        words.append(f"{cell.request_rate:g} requests/s")
-    if cell.input_tokens is not None:
-        words.append(f"{cell.input_tokens} in / {cell.output_tokens} out")
+    """`paged + swap, 16 users, 64 tokens in and 48 tokens out, repeat 2`."""
+    words = [str(cell.variant), str(cell.load)]
+    if cell.context != Context():
+        words.append(str(cell.context))
     return ", ".join([*words, f"repeat {cell.repeat + 1}"])
 
 

@@ -12,10 +12,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.cli.config import SweepConfig, flag
+from kvbench.cli.config import NOUNS, SweepConfig, flag
 from kvbench.errors import KvbenchError
+from kvbench.metrics.points import Context, LoadPoint, Variant
 from kvbench.metrics.store import RunFolder, is_unused, latest
-from kvbench.workloads.grid import Cell, Context
+from kvbench.workloads.grid import Cell
 
 if TYPE_CHECKING:
     from kvbench.cli.job import Job
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
 Facts = Mapping[str, Any]
 
 KEPT = (
-    *("variants", "loads", "contexts", "repeats", "seed", "dataset", "dataset_path", "prefix_tokens"),
-    *("prefix_caching", "cache_salts"),
+    *("variants", "loads", "contexts", "repeats", "seed", "dataset", "dataset_path", "cache_salts"),
     *("slos", "price_usd_per_hour", "metadata"),
-    *("kv_bytes", "max_model_len", "block_size"),
+    *("kv_bytes", "swap_bytes", "max_model_len", "block_size"),
 )
 """What the plan and the meaning of a row hang on: as the run was first told, whatever --force allows."""
 
@@ -54,6 +54,7 @@ COMPARED: dict[str, dict[str, str]] = {
     },
     "kv": {
         "pool_tokens": "the KV pool in tokens",
+        "swap_tokens": "the swap space in tokens",
         "block_size": "the block size",
         "max_model_len": "the longest request allowed",
     },
@@ -74,7 +75,7 @@ class Continuation:
         self._force = force
         try:
             self._told = SweepConfig.of(folder.manifest["config"])
-            self._plan = [Cell(**cell) for cell in folder.manifest["cells"]]
+            self._plan = [Cell.of(cell) for cell in folder.manifest["cells"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise KvbenchError(
                 f"{folder.path / 'run.json'} holds no plan that this version can go on with ({error}); start a new run"
@@ -107,13 +108,14 @@ class Continuation:
             model=kept.model or model["name"],
             dtype=kept.dtype or model["dtype"],
             kv_bytes=kept.kv_bytes or kv["pool_bytes"],
+            swap_bytes=kept.swap_bytes or kv.get("swap_bytes") or None,
             max_model_len=kept.max_model_len or kv["max_model_len"],
         )
 
     def job(self, job: Job) -> Job:
         """A job made of the pinned configuration, with the cells that are left."""
         for cell in self.left:
-            if Context(cell.input_tokens, cell.output_tokens) not in job.datasets:
+            if cell.context.single not in job.datasets:
                 raise KvbenchError(f"cell {cell.id} has lengths that nothing asks for by now; start a new run")
         return replace(job, cells=self.left, choices=self.folder.manifest["choices"])
 
@@ -144,7 +146,8 @@ def differences(then: Facts, now: Mapping[str, Facts]) -> list[str]:
             if name not in known or name not in facts or _same(name, known[name], facts[name]):
                 continue
             kept = " (stays)" if section == "config" and name in KEPT else ""
-            found.append(f"{label} was {_plainly(known[name])}, is {_plainly(facts[name])}{kept}")
+            was, is_ = (_plainly(value, NOUNS.get(name)) for value in (known[name], facts[name]))
+            found.append(f"{label} was {was}, is {is_}{kept}")
     return found
 
 
@@ -154,12 +157,12 @@ def _same(name: str, then: object, now: object) -> bool:
     return then == now
 
 
-def _plainly(value: Any) -> str:
-    """`contiguous max, paged`; `not given`."""
-    if value is None or value in ("", [], {}):
+def _plainly(value: Any, noun: type[Variant | LoadPoint | Context] | None = None) -> str:
+    """`contiguous max, paged + swap`; `not given`."""
+    if value is None or value in ("", [], [""], {}):
         return "not given"
     if isinstance(value, list):
-        return ", ".join(map(_plainly, value))
+        return ", ".join(_plainly(item, noun) for item in value)
     if isinstance(value, dict):
-        return " ".join(str(item) for item in value.values() if item is not None) or "its own"
+        return " ".join(str(item) for item in value.values()) if noun is None else str(noun.of(value))
     return str(value)

@@ -16,12 +16,13 @@ def show(folder: RunFolder, output_format: str) -> None:
     from kvbench.reports.groups import Results
     from kvbench.reports.html import write_report
     from kvbench.reports.tables import render
-    from kvbench.reports.terminal import closing
+    from kvbench.reports.terminal import closing, commentary
 
     report = write_report(folder)
+    width = shutil.get_terminal_size((100, 24)).columns
     if output_format == "table":
-        width = shutil.get_terminal_size((100, 24)).columns
         sys.stdout.write(closing(folder, report, width))
         return
     sys.stdout.write(render(Results.of(folder), output_format))
-    sys.stderr.write(f"Report: {report}\n")
+    sys.stdout.flush()
+    sys.stderr.write(commentary(folder, report, width))

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvbench.contiguous.slots import POLICIES, Slots
@@ -15,36 +15,38 @@ from kvbench.engine.engine import Engine, Watch, serve
 from kvbench.engine.interfaces import Allocator, Cache, Load
 from kvbench.engine.scheduler import Limits, Scheduler
 from kvbench.engine.static import StaticScheduler
+from kvbench.metrics.points import BATCHINGS, PREEMPTIONS, Variant
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
-from kvbench.workloads.grid import Variant
 
 if TYPE_CHECKING:
     from kvbench.engine.arena import Arena
     from kvbench.engine.model import BoundModel
 
-RESERVATIONS = POLICIES
-
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """How much memory a backend gets and how it may use it, in rows of the arena. `prefix_caching` is for those that
-    can share rows."""
+    """How much memory a backend gets and how it may use it, in rows of the arena, `swap_tokens` in rows of host memory.
+    What a variant decides (`reserve`, `prefix_caching`) is filled in for each cell."""
 
     pool_tokens: int
     block_size: int
     max_model_len: int
     reserve: str | None = None
     prefix_caching: bool = False
+    swap_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A memory policy: who holds which rows, and how the device finds them. `shares`: it knows prefix caching."""
+    """A way to hold memory: who holds which rows, and how the device finds them. `policies` are the fields of a
+    `Variant` that it lets one choose, each with its values, the default first. `shares`: rows may have several readers.
+    """
 
     name: str
     make_allocator: Callable[[CacheConfig], Allocator]
     make_cache: Callable[[Arena, Allocator, int], Cache]
+    policies: Mapping[str, Sequence[str]] = field(default_factory=dict)
     shares: bool = False
 
 
@@ -76,11 +78,18 @@ BACKENDS = {
             "contiguous",
             lambda config: Slots(config.pool_tokens, config.max_model_len, config.reserve or "max"),
             _slot_cache,
+            policies={"reserve": POLICIES, "batching": BATCHINGS},
         ),
         Backend(
             "paged",
-            lambda config: BlockPool(config.pool_tokens, config.block_size, prefix_caching=config.prefix_caching),
+            lambda config: BlockPool(
+                config.pool_tokens,
+                config.block_size,
+                prefix_caching=config.prefix_caching,
+                swap_tokens=config.swap_tokens,
+            ),
             _block_cache,
+            policies={"prefix_caching": ("off", "on"), "preemption": PREEMPTIONS},
             shares=True,
         ),
     )
@@ -96,18 +105,33 @@ class Stack:
     limits: Limits
     save_tokens: bool = False
 
+    def cache_of(self, variant: Variant) -> CacheConfig:
+        """The memory of one variant: only one that swaps gets host memory, and no more than all that ran could fill."""
+        most = self.limits.seats * -(-self.cache.max_model_len // self.cache.block_size) * self.cache.block_size
+        swap_tokens = min(self.cache.swap_tokens, most) if variant.preemption == "swap" else 0
+        return replace(
+            self.cache, reserve=variant.reserve, prefix_caching=variant.prefix_caching, swap_tokens=swap_tokens
+        )
+
+    @property
+    def arena_rows(self) -> int:
+        """Rows of the device's memory: the pool and one padding block."""
+        return self.cache.pool_tokens + self.cache.block_size
+
     def run(self, variant: Variant, load: Load, watch: Watch | None = None, *, timeout_s: float = math.inf) -> Run:
         """Serve `load` with a fresh engine and fresh memory, for `timeout_s` at most. Raises CellError where the cell
         cannot run."""
         from kvbench.engine.arena import Arena
         from kvbench.engine.runner import ModelRunner
 
-        backend = BACKENDS[variant.backend]
-        rows = self.cache.pool_tokens + self.cache.block_size
-        arena = Arena(self.model.kv, rows, self.model.dtype, self.model.device)  # first: it says what is too large
-        allocator = backend.make_allocator(replace(self.cache, reserve=variant.reserve))
-        cache = backend.make_cache(arena, allocator, self.cache.max_model_len)
-        runner = ModelRunner(self.model, cache)
+        backend, memory = BACKENDS[variant.backend], self.cache_of(variant)
+        model = self.model
+        arena = Arena(  # first: it says what is too large
+            model.kv, self.arena_rows, model.dtype, model.device, host_rows=memory.swap_tokens
+        )
+        allocator = backend.make_allocator(memory)
+        cache = backend.make_cache(arena, allocator, memory.max_model_len)
+        runner = ModelRunner(model, cache)
         scheduler = _scheduler(variant.batching, allocator, self.limits)
         engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens, scheduler=scheduler)
         return serve(load, engine, WallClock(), watch, timeout_s=timeout_s)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from kvbench.cli import config as flags
-from kvbench.errors import KvbenchError
 from kvbench.workloads.arrivals import KINDS as ARRIVALS
 
 
@@ -28,18 +27,26 @@ def sweep(
         typer.Option(help="Longest prompt + answer; default: the grid's longest."),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens a block (paged).")] = 16,
+    prefix_caching: Annotated[
+        str | None,
+        typer.Option(help="Paged: off (default) | on, a list too: store equal beginnings once, in full blocks."),
+    ] = None,
     enable_prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Share the full blocks of equal beginnings (paged).",
-        ),
-    ] = False,
+        bool | None,
+        typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="The same as --prefix-caching on."),
+    ] = None,
     cache_salt: Annotated[
         str | None, typer.Option(help="Share only within a salt; requests take a list's in turns.")
     ] = None,
     reserve: Annotated[
         str | None, typer.Option(help="Contiguous: max (default) | declared | pow2 | oracle, a list too.")
+    ] = None,
+    preemption: Annotated[
+        str | None,
+        typer.Option(help="Paged, out of memory: recompute (default) | swap to host memory, a list too."),
+    ] = None,
+    swap_space: Annotated[
+        str | None, typer.Option(help="Host memory for --preemption swap; default 4GiB, or less on a small machine.")
     ] = None,
     overflow: Annotated[str, typer.Option(help="reject | truncate what exceeds --max-model-len.")] = "reject",
     batching: Annotated[str | None, typer.Option(help="Contiguous: continuous (default) | static, a list too.")] = None,
@@ -78,11 +85,16 @@ def sweep(
         typer.Option("--range-ratio", "--random-range-ratio", help="Lengths vary by ± this share."),
     ] = None,
     prefix_len: Annotated[
-        int,
+        str | None,
         typer.Option(
-            "--prefix-len", "--random-prefix-len", help="Tokens with which all prompts begin, before --input-len."
+            "--prefix-len",
+            "--random-prefix-len",
+            help="Tokens with which all prompts begin, before --input-len; a list too.",
         ),
-    ] = 0,
+    ] = None,
+    n: Annotated[
+        str | None, typer.Option("--n", help="Answers drawn for each prompt, a list too; needs --temperature.")
+    ] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Requests a cell.")] = None,
     cell_timeout: Annotated[
         str | None, typer.Option(help="End a cell after this long, as 10m; its row says so.")
@@ -113,15 +125,19 @@ def sweep(
     Without flags it picks a model, a grid and a budget for this machine, and says why.
     """
     from kvbench.cli.conduct import conduct
-    from kvbench.cli.stack import BACKENDS, RESERVATIONS
+    from kvbench.cli.stack import BACKENDS
 
-    variants = flags.parse_variants(backend, reserve, batching, BACKENDS, RESERVATIONS)
-    if enable_prefix_caching and not any(BACKENDS[variant.backend].shares for variant in variants):
-        raise KvbenchError("--enable-prefix-caching needs a backend that can share memory; add paged to --backend")
+    told = {
+        "reserve": reserve,
+        "batching": batching,
+        "prefix_caching": flags.parse_caching(prefix_caching, enable_prefix_caching),
+        "preemption": preemption,
+    }
+    policies = {name: known.policies for name, known in BACKENDS.items()}
     config = flags.SweepConfig(
-        variants=variants,
+        variants=flags.parse_variants(backend, told, policies),
         loads=flags.parse_loads(concurrency, request_rate),
-        contexts=flags.parse_contexts(input_len, output_len),
+        contexts=flags.parse_contexts(input_len, output_len, prefix_len, n),
         model=model,
         weights=flags.choice(weights, ("auto", "random"), "--weights"),
         dtype=flags.parse_dtype(dtype),
@@ -130,7 +146,7 @@ def sweep(
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
         block_size=block_size,
-        prefix_caching=enable_prefix_caching,
+        swap_bytes=None if swap_space is None else flags.parse_bytes(swap_space, "--swap-space"),
         cache_salts=flags.parse_salts(cache_salt),
         max_batched_tokens=max_num_batched_tokens,
         max_sequences=max_num_seqs,
@@ -139,7 +155,6 @@ def sweep(
         arrivals=None if arrivals is None else flags.choice(arrivals, ARRIVALS, "--arrivals"),
         burstiness=burstiness,
         range_ratio=range_ratio,
-        prefix_tokens=prefix_len,
         dataset=flags.choice(dataset, flags.DATASETS, "--dataset"),
         dataset_path=dataset_path,
         prompts=num_prompts,

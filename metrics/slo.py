@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 
 from kvbench.errors import KvbenchError
 from kvbench.metrics.latency import PER_REQUEST
@@ -86,14 +87,14 @@ def parse_slos(texts: Iterable[str]) -> tuple[Slo, ...]:
 
 
 def _seconds(value: str, text: str) -> float:
-    number, scale = value, 1000.0
-    for unit, divisor in (("ms", 1000.0), ("s", 1.0)):
+    number, scale = value, 1000
+    for unit, divisor in (("ms", 1000), ("s", 1)):
         if value.endswith(unit):
             number, scale = value.removesuffix(unit), divisor
             break
     try:
-        return float(number) / scale
-    except ValueError:
+        return float(Decimal(number) / scale)  # in decimals: 0.0001 ms are exactly what 1e-07 s are
+    except (ValueError, ArithmeticError):
         raise KvbenchError(f"SLO {text!r}: {value!r} is no time; write 1500 (milliseconds), 500ms or 1.5s") from None
 
 

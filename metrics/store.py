@@ -173,8 +173,20 @@ class RunFolder:
         return list(self._read_rows().values())
 
     def _read_rows(self) -> dict[str, dict[str, Any]]:
-        cells = self.path / "cells"
-        return {name: _read_json(cells / name / "result.json") for name in sorted(self.stored(), key=_natural)}
+        return {name: self._read_row(name) for name in sorted(self.stored(), key=_natural)}
+
+    def _read_row(self, name: str) -> dict[str, Any]:
+        """A cell's row. One that is damaged becomes a failed row of the cell that was planned."""
+        try:
+            row = _read_json(self.path / "cells" / name / "result.json")
+            if row.get("cell") != name:
+                raise KvbenchError("it holds no row of this cell")
+        except KvbenchError as error:
+            planned = [cell for cell in self.manifest.get("cells") or [] if isinstance(cell, dict)]
+            known = next((cell for cell in planned if cell.get("id") == name), {})
+            reason = f"cells/{name}/result.json is damaged: {error}; delete that folder to have the cell measured again"
+            return {**known, "cell": name, "status": "failed", "reason": reason}
+        return row
 
     def stored(self) -> set[str]:
         """The ids of all cells that have a row, whatever became of them."""

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.store import RunFolder
-from kvbench.reports.contests import PRIMARY, able_variants, contests, focus, reference
+from kvbench.reports.contests import PRIMARY, able_variants, contests, focus, pairs
 from kvbench.reports.figure import Figure, Look, apart, looks, of_context
-from kvbench.reports.groups import Group, Load, Results, Variant
+from kvbench.reports.groups import Group, Results, Variant
 from kvbench.reports.memory_chart import memory
 from kvbench.reports.svg import LIGHT, Plot, y_ticks
 from kvbench.reports.words import DASH, number, percent, sentence_case
@@ -42,7 +43,7 @@ def drawn(title: str, draw: Callable[[], Figure]) -> Figure:
         return Figure(title, "This figure could not be drawn.", error=f"{type(error).__name__}: {reason}")
 
 
-def _largest(results: Results, variant: Variant, load: Load | None) -> Group | None:
+def _largest(results: Results, variant: Variant, load: LoadPoint | None) -> Group | None:
     """The group at `load`, or where the variant did not run there at its own largest load."""
     ran = [group for group in results.of_variant(variant, results.middle) if group.ok]
     return next((group for group in ran if group.load == load), ran[-1] if ran else None)
@@ -62,7 +63,7 @@ def throughput(results: Results) -> Figure:
     for variant, look in looks(results).items():
         ends[variant] = _line(plot, x, lines[variant], look)
     _names(plot, {names[v]: (looks(results)[v].token, *end) for v, end in ends.items() if end}, top)
-    unit = "requests per second asked" if any(load.rate_per_s is not None for load in results.loads) else "users"
+    unit = "requests per second asked" if any(load.request_rate is not None for load in results.loads) else "users"
     repeats = max(len(group.ok) for group in results.groups)
     band = f"{percent(0.95)} interval of {repeats} repeats" if repeats > 1 else "one repeat, so no interval"
     title = _title(lines, names) + ("" if _told_apart(results) else "; no difference is proven")
@@ -79,9 +80,8 @@ def throughput(results: Results) -> Figure:
 
 def _told_apart(results: Results) -> bool:
     """Whether any two variants are proven different at any load; also where there is nothing to compare."""
-    able = able_variants(results)
-    others = [variant for variant in able if variant != reference(able)]
-    return not others or any(duel.proven for other in others for duel in contests(results, reference(able), other))
+    duels = [duel for pair in pairs(results) for duel in contests(results, *pair)]
+    return len(able_variants(results)) < 2 or any(duel.proven for duel in duels)
 
 
 def _title(lines: dict[Variant, list[Group]], names: dict[Variant, str]) -> str:
@@ -112,7 +112,7 @@ def _top(lines: Iterable[Sequence[Group]]) -> float:
     return (min(max([most, *highs]), 2 * most) or 1.0) * 1.05
 
 
-def _load_axis(plot: Plot, loads: Sequence[Load], x: Sequence[float]) -> None:
+def _load_axis(plot: Plot, loads: Sequence[LoadPoint], x: Sequence[float]) -> None:
     """Logarithmic, a label at every load that has room for it."""
     plot.axes.set_xscale("log")
     pad = (x[-1] / x[0]) ** 0.04 if len(x) > 1 else 2.0
@@ -126,7 +126,7 @@ def _load_axis(plot: Plot, loads: Sequence[Load], x: Sequence[float]) -> None:
     plot.ticks("x", [x[i] for i in labelled], [loads[i].number for i in labelled])
     scale = " (log scale)" if len(x) > 1 else ""
     plot.name_x(
-        ("requests/s asked" if any(load.rate_per_s is not None for load in loads) else "concurrent users") + scale
+        ("requests/s asked" if any(load.request_rate is not None for load in loads) else "concurrent users") + scale
     )
 
 

@@ -1,8 +1,10 @@
 """Two variants held against each other, load by load, and the load that shows best what tells them apart.
 
-Everything speaks of the middle context of the grid. The reference is the paged backend where it took part. The one
-metric that is judged is output tokens/s, paired by seed. All comparisons of a run hold together at `LEVEL`: a grid of
-many loads and policies does not prove something by having many chances (Bonferroni).
+Everything speaks of the middle context of the grid. The reference is the first paged variant, where one took part. It
+is held against every variant of another backend; and every variant against the first before it that is the same but for
+one thing, which shows what that thing does. The one metric that is judged is output tokens/s, paired by seed. All
+comparisons of a run hold together at `LEVEL`: a grid of many loads and policies does not prove something by having many
+chances (Bonferroni).
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.stats import BETTER, UNPROVEN, Comparison, Interval
-from kvbench.reports.groups import Load, Results, Variant, compare
+from kvbench.reports.groups import Results, Variant, compare
 from kvbench.reports.words import ratio_decimals, times
 
 PRIMARY = "output_tokens_per_s"
@@ -23,7 +26,7 @@ LEVEL = 0.95
 class Contest:
     """Two variants at one load: how many times the `PRIMARY` of `loser` is that of `winner`, at least 1."""
 
-    load: Load
+    load: LoadPoint
     winner: Variant
     loser: Variant
     effect: Interval
@@ -46,33 +49,45 @@ def able_variants(results: Results) -> list[Variant]:
     return [variant for variant in results.variants if any(g.ok for g in results.of_variant(variant, results.middle))]
 
 
-def focus(results: Results) -> Load | None:
+def focus(results: Results) -> LoadPoint | None:
     """The largest load at which all variants ran that ran at all: there they differ most. None if there is none."""
     able = able_variants(results)
     loads = results.shared_loads(able) if able else []
     return loads[-1] if loads else None
 
 
-def comparisons(results: Results) -> int:
-    """How many ratios the run is judged by: every other variant against the reference at every load both ran at."""
+def pairs(results: Results) -> list[tuple[Variant, Variant]]:
+    """Every variant with those it is held against: the reference, and the one that differs in one thing."""
     able = able_variants(results)
-    rounds = [len(results.shared_loads([reference(able), other])) for other in able if other != reference(able)]
-    return max(1, sum(rounds))
+    found = []
+    for place, variant in enumerate(able):
+        main = reference(able)
+        siblings = (other for other in able[:place] if other.backend == variant.backend)
+        base = next((other for other in siblings if len(variant.differs(other)) == 1), None)
+        if variant.backend != main.backend:
+            found.append((variant, main))
+        if base is not None or (variant.backend == main.backend and variant != main):
+            found.append((variant, base or main))
+    return found
+
+
+def level(results: Results) -> float:
+    """Of each interval, so that those of all pairs at every load both ran at hold together at `LEVEL`."""
+    return 1 - (1 - LEVEL) / max(1, sum(len(results.shared_loads(pair)) for pair in pairs(results)))
 
 
 def contests(results: Results, variant: Variant, other: Variant) -> list[Contest]:
     """Both variants at every load at which a pair of repeats can be compared."""
-    found = []
-    level = 1 - (1 - LEVEL) / comparisons(results)
+    found, each = [], level(results)
     for load in results.shared_loads([variant, other]):
         pair = results.at(other, load, results.middle), results.at(variant, load, results.middle)
-        contest = _contest(load, variant, other, compare(*pair, PRIMARY, level=level))
+        contest = _contest(load, variant, other, compare(*pair, PRIMARY, level=each))
         if contest:
             found.append(contest)
     return found
 
 
-def _contest(load: Load, a: Variant, b: Variant, comparison: Comparison) -> Contest | None:
+def _contest(load: LoadPoint, a: Variant, b: Variant, comparison: Comparison) -> Contest | None:
     effect, proven = comparison.effect, comparison.verdict != UNPROVEN
     if effect.value is None:
         return None

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.metrics.points import Context
 from kvbench.metrics.stats import P99_SAMPLES
 from kvbench.metrics.store import RunFolder
-from kvbench.reports.groups import OK, Context, Group, Results, Row
+from kvbench.reports.groups import OK, Group, Results, Row
 from kvbench.reports.words import DASH, binary_size, count, listing, number, percent, plain, times
 
 STATUS_WORDS = {
@@ -239,10 +240,10 @@ def _rates(results: Results) -> list[Check]:
     behind = []
     for group in results.groups:
         drawn, answered = group.mean("achieved_rate_per_s").value, group.mean("requests_per_s").value
-        if group.load.rate_per_s is None or drawn is None or answered is None:
+        if group.load.request_rate is None or drawn is None or answered is None:
             continue
         if answered < (1 - RATE_SLACK) * drawn:
-            asked = f"asked {plain(group.load.rate_per_s)} requests/s, drawn {number(drawn, 1)}"
+            asked = f"asked {plain(group.load.request_rate)} requests/s, drawn {number(drawn, 1)}"
             behind.append(f"{results.name(group.variant)} answered {number(answered, 1)} ({asked})")
     return [Check(WARNING, f"overloaded, so waiting grows with the run: {listing(behind)}")] if behind else []
 

@@ -49,7 +49,7 @@ def looks(results: Results) -> dict[Variant, Look]:
 
 def of_context(results: Results) -> str:
     """The end of a subtitle where the run has several contexts and the figure shows one."""
-    return f"; {results.middle}" if len(results.contexts) > 1 else ""
+    return f"; {results.middle_told}" if results.middle_told else ""
 
 
 def apart(at: Sequence[float], gap: float, top: float) -> list[float]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from kvbench.metrics import points
+from kvbench.metrics.points import Context, LoadPoint
 from kvbench.metrics.stats import Comparison, Interval, mean_interval, paired_ratio
 from kvbench.metrics.store import RunFolder
-from kvbench.reports.words import count, plain
 
 Row = Mapping[str, Any]
 
@@ -21,51 +22,14 @@ OK = "ok"
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """A backend under a reservation policy, in static batches or not; `copy` 2 is the same asked for once more in one
-    sweep."""
+class Variant(points.Variant):
+    """As the sweep has it; `copy` 2 is the same asked for once more in one sweep."""
 
-    backend: str
-    reserve: str | None = None
     copy: int = 1
-    static: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How much was asked: clients at once, or requests per second; neither where a trace says when."""
-
-    users: int | None = None
-    rate_per_s: float | None = None
-
-    @property
-    def size(self) -> float:
-        return self.rate_per_s or self.users or 0.0
-
-    @property
-    def number(self) -> str:
-        return plain(self.size or None)
-
-    def __str__(self) -> str:
-        if self.rate_per_s is not None:
-            return f"{self.number} requests/s"
-        return "this load" if self.users is None else count(self.users, "user")
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """The asked lengths in tokens; None where the data set brought its own."""
-
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return (self.input_tokens or 0) + (self.output_tokens or 0), self.input_tokens or 0
-
-    def __str__(self) -> str:
-        lengths = {"in": self.input_tokens, "out": self.output_tokens}
-        return " and ".join(f"{n:,} tokens {way}" for way, n in lengths.items() if n is not None) or "its own lengths"
+    def differs(self, other: Variant) -> tuple[str, ...]:
+        """The fields in which it is not the other."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +37,7 @@ class Group:
     """All repeats of one variant at one load and context."""
 
     variant: Variant
-    load: Load
+    load: LoadPoint
     context: Context
     rows: tuple[Row, ...]
 
@@ -105,16 +69,16 @@ class Results:
     rows: tuple[Row, ...]
     groups: tuple[Group, ...]
     variants: tuple[Variant, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[LoadPoint, ...]
     contexts: tuple[Context, ...]
 
     @classmethod
     def of(cls, folder: RunFolder) -> Results:
         rows = folder.rows()
         planned = folder.manifest.get("cells") or []
-        cells: dict[tuple[Variant, Load, Context], list[Row]] = {}
+        cells: dict[tuple[Variant, LoadPoint, Context], list[Row]] = {}
         for row, variant in zip(rows, _variants(rows), strict=True):
-            cells.setdefault((variant, _load(row), _context(row)), []).append(row)
+            cells.setdefault((variant, LoadPoint.of(row), Context.of(row)), []).append(row)
         asked = dict.fromkeys(_variants([cell for cell in planned if isinstance(cell, dict) and "backend" in cell]))
         present = dict.fromkeys(variant for variant, _, _ in cells)
         variants = list(dict.fromkeys([*(variant for variant in asked if variant in present), *present]))
@@ -142,23 +106,36 @@ class Results:
         return self.contexts[(len(self.contexts) - 1) // 2]
 
     def name(self, variant: Variant) -> str:
-        """The backend's, with the policy where the run has several of them; `contiguous, static`."""
+        """Its backend's and what it adds to that, with the reservation where the run has several of them."""
         policies = {other.reserve for other in self.variants if other.backend == variant.backend}
-        name = f"{variant.backend} {variant.reserve or ''}".strip() if len(policies) > 1 else variant.backend
-        name += ", static" * variant.static
+        name = str(variant if len(policies) > 1 else replace(variant, reserve=None))
         return name if variant.copy == 1 else f"{name} ({variant.copy})"
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """The fields of a context in which those of the run differ."""
+        return tuple(
+            field.name
+            for field in fields(Context)
+            if len({getattr(context, field.name) for context in self.contexts}) > 1
+        )
+
+    @property
+    def middle_told(self) -> str:
+        """The middle context in words where the run has several; empty otherwise."""
+        return self.middle.told(self.varied) if len(self.contexts) > 1 else ""
 
     def of_variant(self, variant: Variant, context: Context | None = None) -> list[Group]:
         """Its groups, by growing load; at one context or at all."""
         return [g for g in self.groups if g.variant == variant and context in (None, g.context)]
 
-    def at(self, variant: Variant, load: Load, context: Context) -> Group:
+    def at(self, variant: Variant, load: LoadPoint, context: Context) -> Group:
         """One group; without rows where nothing was run there."""
         key = (variant, load, context)
         found = (group for group in self.groups if (group.variant, group.load, group.context) == key)
         return next(found, Group(*key, ()))
 
-    def shared_loads(self, variants: Iterable[Variant]) -> list[Load]:
+    def shared_loads(self, variants: Iterable[Variant]) -> list[LoadPoint]:
         """The loads at which all of them ran, at the middle context."""
         variants = list(variants)
         return [load for load in self.loads if all(self.at(variant, load, self.middle).ok for variant in variants)]
@@ -177,17 +154,8 @@ def _variants(rows: Sequence[Row]) -> list[Variant]:
     seen: Counter[object] = Counter()
     variants = []
     for row in rows:
-        one = Variant(str(row.get("backend")), row.get("reserve"), static=row.get("batching") == "static")
-        key = (one, _load(row), _context(row), row.get("repeat"), row.get("seed"))
+        one = Variant.of({**row, "backend": str(row.get("backend"))})
+        key = (one, LoadPoint.of(row), Context.of(row), row.get("repeat"), row.get("seed"))
         seen[key] += 1
         variants.append(replace(one, copy=seen[key]))
     return variants
-
-
-def _load(row: Row) -> Load:
-    rate = row.get("request_rate")
-    return Load(None if rate is not None else row.get("concurrency"), rate)
-
-
-def _context(row: Row) -> Context:
-    return Context(row.get("input_tokens"), row.get("output_tokens"))

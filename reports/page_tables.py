@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbench.reports.columns import answer_columns
-from kvbench.reports.contests import LEVEL, Contest, contests, focus, reference
+from kvbench.reports.contests import LEVEL, Contest, contests, focus, pairs
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import OK, Group, Results, Row
 from kvbench.reports.tables import Table, device_table, pool_table, summary
@@ -86,7 +86,7 @@ def meters(results: Results) -> tuple[list[Meter], str]:
             for group, mean in zip(groups, means, strict=True)
         )
         found.append(Meter(title, bars))
-    return found, f"{load}{f', {results.middle}' if len(results.contexts) > 1 else ''}"
+    return found, f"{load}{f', {results.middle_told}' if results.middle_told else ''}"
 
 
 def variant_tables(results: Results) -> list[Grid]:
@@ -118,11 +118,8 @@ def _alarm(key: str, group: Group) -> str:
 
 
 def duel_table(results: Results) -> Grid | None:
-    """The reference against every other variant, load by load; None where nothing can be compared."""
-    if len(results.variants) < 2:
-        return None
-    main = reference(results.variants)
-    found = [duel for other in results.variants if other != main for duel in contests(results, main, other)]
+    """Every pair that is compared, load by load; None where nothing can be."""
+    found = [duel for variant, other in pairs(results) for duel in contests(results, other, variant)]
     heads = ("out tok/s of", "÷ that of", "load", "ratio", f"{percent(LEVEL)} interval", "paired repeats", "verdict")
     rows = tuple(_duel(results, duel) for duel in found)
     return Grid("", tuple(Head(head, head in (*heads[:3], "verdict")) for head in heads), rows) if rows else None

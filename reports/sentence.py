@@ -1,8 +1,8 @@
 """What a run found, in words: a headline, then what its seeds fix, then what its repeats prove.
 
 Under a closed loop a seed fixes how many requests run at once; what the memory was used for is a mean over time and
-repeats; only repeats can prove a speed. Every variant is held against the reference (see contests); the headline speaks
-of the first of them.
+repeats; only repeats can prove a speed. Headline and first sentences speak of the main contest, the reference (see
+contests) against the first variant of another backend; then each thing that variants differ in has a clause.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.stats import Interval
+from kvbench.reports.additions import further
 from kvbench.reports.contests import LEVEL, PRIMARY, Contest, able_variants, contests, focus, reference
 from kvbench.reports.context import cells_failed, unfinished
-from kvbench.reports.groups import Group, Load, Results, Row, Variant
+from kvbench.reports.groups import Group, Results, Row, Variant
 from kvbench.reports.words import count, listing, number, percent, ratio_decimals, sentence_case, times
 
 _COUNTS = ("requests_submitted", "requests_finished")
@@ -27,17 +29,18 @@ _WHY = {"oom": "ran out of memory", "rejected": "rejected every request", "timeo
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`headline` is one sentence. `fixed`, `proven` and `caveat` are one or more, or empty."""
+    """`headline` is one sentence. `fixed`, `proven`, `further` and `caveat` are one or more, or empty."""
 
     headline: str
     fixed: str = ""
     proven: str = ""
+    further: str = ""
     caveat: str = ""
 
     def __str__(self) -> str:
         """The closing words: what seeds fix first, the headline only where nothing else says it."""
         said = [self.fixed, self.proven] if self.proven else [self.headline, self.fixed]
-        return " ".join(part for part in [*said, self.caveat] if part)
+        return " ".join(part for part in [*said, self.further, self.caveat] if part)
 
 
 def find(results: Results, manifest: Row) -> Finding:
@@ -53,7 +56,7 @@ def find(results: Results, manifest: Row) -> Finding:
     headline = f"Predicted: {found.headline}" if predicted else found.headline
     failed = f"{sentence_case(cells_failed(results.rows))}." if results.failed else ""
     caveat = " ".join(part for part in (_unanswered(results), failed, late) if part)
-    return Finding(headline, found.fixed, found.proven, caveat)
+    return replace(found, headline=headline, caveat=caveat)
 
 
 def _unanswered(results: Results) -> str:
@@ -72,7 +75,8 @@ def _unanswered(results: Results) -> str:
 def _alone(results: Results, able: Sequence[Variant]) -> Finding:
     """One variant ran at the middle context, or none did there."""
     if not able:
-        return Finding(f"No variant could run at {results.middle}; shorter or longer requests are in the tables.")
+        where = results.middle_told or results.middle
+        return Finding(f"No variant could run at {where}; shorter or longer requests are in the tables.")
     (variant,) = able
     name = sentence_case(results.name(variant))
     others = [other for other in results.variants if other != variant]
@@ -112,14 +116,15 @@ def _range(speed: Interval) -> str:
 def _compared(results: Results, able: Sequence[Variant]) -> Finding:
     main = reference(able)
     others = [variant for variant in able if variant != main]
+    rival = next((variant for variant in others if variant.backend != main.backend), others[0])
     load = focus(results)
-    fixed = _fixed(results, load, [main, *others]) if load else ""
-    headlines = [_headline(results, main, other) for other in others]
-    proofs = [proof for other in others if (proof := _proof(results, main, other))]
-    return Finding(headlines[0], fixed, " ".join(proofs))
+    fixed = _fixed(results, load, [main, rival]) if load else ""
+    return Finding(
+        _headline(results, main, rival), fixed, _proof(results, main, rival), further(results, {main, rival})
+    )
 
 
-def _fixed(results: Results, load: Load, variants: Sequence[Variant]) -> str:
+def _fixed(results: Results, load: LoadPoint, variants: Sequence[Variant]) -> str:
     """Running peak and what became of the memory: no interval needed, a seed fixes them."""
     groups = {results.name(variant): results.at(variant, load, results.middle) for variant in variants}
     running = [(name, _span(group)) for name, group in groups.items() if group.values("peak_running")]
@@ -271,7 +276,7 @@ def _bound(ratio: float) -> str:
 
 def _where(results: Results) -> str:
     """`, with 128 tokens in and 64 tokens out` where the run has several contexts."""
-    return f", with {results.middle}" if len(results.contexts) > 1 else ""
+    return f", with {results.middle_told}" if results.middle_told else ""
 
 
 def _failed_here(results: Results, *variants: Variant) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvbench.reports.columns import Column, all_columns, answer_columns, device_columns, pool_columns
-from kvbench.reports.groups import Context, Group, Results, Variant
+from kvbench.reports.groups import Group, Results, Variant
 from kvbench.reports.words import plain, sentence_case
 
 if TYPE_CHECKING:
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 FORMATS = ("table", "markdown", "csv", "json")
 
 Value = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A coordinate of the grid: its `head` and what of a group stands under it."""
+
+    head: str
+    label: Callable[[Group], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +48,13 @@ class Table:
 
 def summary(results: Results) -> list[Table]:
     """A table per variant, in the order asked."""
-    heads, columns = _label_heads(results), answer_columns(results)
+    places, columns = _places(results), answer_columns(results)
     return [
         Table(
             _title(results, variant),
-            heads,
+            _heads(places),
             columns,
-            tuple((_labels(group, heads), group) for group in results.of_variant(variant)),
+            tuple((_labels(places, group), group) for group in results.of_variant(variant)),
         )
         for variant in results.variants
     ]
@@ -63,14 +71,17 @@ def device_table(results: Results) -> Table | None:
 
 
 def _of_all(title: str, results: Results, columns: tuple[Column, ...]) -> Table | None:
-    heads = _label_heads(results)
-    rows = tuple(((results.name(group.variant), *_labels(group, heads)), group) for group in results.groups)
-    return Table(title, ("backend", *heads), columns, rows, named=True) if columns else None
+    places = _places(results)
+    rows = tuple(((results.name(group.variant), *_labels(places, group)), group) for group in results.groups)
+    return Table(title, ("backend", *_heads(places)), columns, rows, named=True) if columns else None
 
 
-def _labels(group: Group, heads: tuple[str, ...]) -> tuple[str, ...]:
-    lengths = (group.context.input_tokens, group.context.output_tokens)
-    return (group.load.number, *(plain(n) for n in lengths))[: len(heads)]
+def _heads(places: Sequence[Place]) -> tuple[str, ...]:
+    return tuple(place.head for place in places)
+
+
+def _labels(places: Sequence[Place], group: Group) -> tuple[str, ...]:
+    return tuple(place.label(group) for place in places)
 
 
 def render(results: Results, fmt: str = "table", width: int = 80) -> str:
@@ -95,14 +106,9 @@ def records(results: Results) -> list[dict[str, Value]]:
 
 def _record(group: Group, columns: Sequence[Column]) -> dict[str, Value]:
     row: dict[str, Value] = {
-        "backend": group.variant.backend,
-        "reserve": group.variant.reserve,
-        "batching": "static" if group.variant.static else "continuous",
-        "copy": group.variant.copy,
-        "concurrency": group.load.users,
-        "request_rate": group.load.rate_per_s,
-        "input_tokens": group.context.input_tokens,
-        "output_tokens": group.context.output_tokens,
+        **asdict(group.variant),
+        **asdict(group.load),
+        **asdict(group.context),
         "repeats": len(group.ok),
     }
     for column in columns:
@@ -120,10 +126,19 @@ def _title(results: Results, variant: Variant) -> str:
     return sentence_case(name) + reserve
 
 
-def _label_heads(results: Results) -> tuple[str, ...]:
-    load = "requests/s" if any(group.load.rate_per_s is not None for group in results.groups) else "users"
-    shown = [c for c in results.contexts if c != Context()] if len(results.contexts) > 1 else []
-    return (load, "in tokens", "out tokens") if shown else (load,)
+def _places(results: Results) -> tuple[Place, ...]:
+    """The load, and what contexts differ in; both lengths where one of them does."""
+    rates = any(group.load.request_rate is not None for group in results.groups)
+    varied = set(results.varied)
+    lengths = bool(varied & {"input_tokens", "output_tokens"})
+    places = {
+        Place("requests/s" if rates else "users", lambda group: group.load.number): True,
+        Place("in tokens", lambda group: plain(group.context.input_tokens)): lengths,
+        Place("out tokens", lambda group: plain(group.context.output_tokens)): lengths,
+        Place("prefix tokens", lambda group: plain(group.context.prefix_tokens)): "prefix_tokens" in varied,
+        Place("samples", lambda group: plain(group.context.samples)): "samples" in varied,
+    }
+    return tuple(place for place, shown in places.items() if shown)
 
 
 def _csv(rows: Sequence[dict[str, Value]]) -> str:

@@ -16,13 +16,22 @@ from kvbench.reports.words import THIN
 def closing(folder: RunFolder, report: Path | None = None, width: int = 80) -> str:
     """The last words of a run, `width` characters wide except where a table needs more; `report` is the page."""
     results = Results.of(folder)
-    parts = [
-        _wrapped(f"{evidence(results)}: {', '.join(headline_facts(folder, results))}", width),
-        render(results, "table", width) if results.rows else "",
+    head = _wrapped(f"{evidence(results)}: {', '.join(headline_facts(folder, results))}", width)
+    table = render(results, "table", width) if results.rows else ""
+    return _joined(head, table, commentary(folder, report, width))
+
+
+def commentary(folder: RunFolder, report: Path | None = None, width: int = 80) -> str:
+    """What is said about the tables: warnings, what was found and where the page is."""
+    results = Results.of(folder)
+    return _joined(
         "".join(_wrapped(line, width, "! ") for line in warnings(folder, results)),
         _wrapped(str(find(results, folder.manifest)), width),
         f"Report: {report}\n" if report else "",
-    ]
+    )
+
+
+def _joined(*parts: str) -> str:
     return "\n".join(part for part in parts if part).replace(THIN, " ")
 
 

@@ -33,11 +33,17 @@ def request(ttft_s: float | None, tokens: int = 2) -> RequestRecord:
         ("e2e:500ms", Slo("e2e", 0.5)),
         ("TTFT:1.5s", Slo("ttft", 1.5)),
         (" ttft : p99.9 : 2s ", Slo("ttft", 2.0, 99.9)),
+        ("ttft:0.0001", Slo("ttft", 1e-7)),
     ],
 )
 def test_parse(text: str, slo: Slo) -> None:
     assert parse_slo(text) == slo
     assert parse_slo(str(slo)) == slo
+
+
+def test_written_as_short_as_it_was_read() -> None:
+    texts = ["ttft:0.0001", "tpot:50", "e2e:p99:0.3ms", "ttft:0.1"]
+    assert [str(parse_slo(text)) for text in texts] == ["ttft:1e-07s", "tpot:0.05s", "e2e:p99:0.0003s", "ttft:0.0001s"]
 
 
 def test_lists_and_the_default() -> None:
@@ -54,6 +60,7 @@ def test_lists_and_the_default() -> None:
         ("ttft:p99:1:2", "is not METRIC:VALUE"),
         ("ttft:p99", "'p99' is no time"),
         ("ttft:", "'' is no time"),
+        ("ttft:9e99999999", "is no time"),
         ("ttft:5min", "'5min' is no time"),
         ("ttft:0", "above 0"),
         ("ttft:-5ms", "above 0"),

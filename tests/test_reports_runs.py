@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from kvbench.metrics.points import Context, LoadPoint
 from kvbench.metrics.records import FINISHED, REJECTED, Hold, RequestRecord, Run, StepRecord
 from kvbench.metrics.store import RunFolder
 from kvbench.metrics.summary import summarise
 from kvbench.reports.context import WARNING, checks
-from kvbench.reports.groups import Context, Load, Results, Variant
+from kvbench.reports.groups import Results, Variant
 from kvbench.reports.tables import render
 from kvbench.reports.words import THIN
 
@@ -145,9 +146,9 @@ def test_repeats_become_groups_in_the_order_asked(tmp_path: Path) -> None:
     ]
     results = Results.of(both(tmp_path / "run", cells=planned))
     assert results.variants == (Variant("paged"), Variant("contiguous", "max"))
-    assert results.loads == (Load(5), Load(10))
+    assert results.loads == (LoadPoint(5), LoadPoint(10))
     assert results.contexts == (Context(INPUT, OUTPUT),)
-    assert [(results.name(g.variant), g.load.users, len(g.rows)) for g in results.groups] == [
+    assert [(results.name(g.variant), g.load.concurrency, len(g.rows)) for g in results.groups] == [
         *(("paged", 5, 3), ("paged", 10, 3), ("contiguous", 5, 3), ("contiguous", 10, 3))
     ]
 
@@ -155,7 +156,9 @@ def test_repeats_become_groups_in_the_order_asked(tmp_path: Path) -> None:
 def test_means_and_intervals_by_hand(folder: RunFolder) -> None:
     """20 requests of 4 tokens in 4 waves of 5, each 4 steps: 80 tokens in 16 steps of 0.1, 0.101 and 0.102 s."""
     speed = (
-        Results.of(folder).at(Variant("contiguous", "max"), Load(5), Context(INPUT, OUTPUT)).mean("output_tokens_per_s")
+        Results.of(folder)
+        .at(Variant("contiguous", "max"), LoadPoint(5), Context(INPUT, OUTPUT))
+        .mean("output_tokens_per_s")
     )
     values = [50.0, 50 / 1.01, 50 / 1.02]
     mean = sum(values) / 3
@@ -169,7 +172,7 @@ def test_failed_cells_are_counted_and_not_averaged(tmp_path: Path) -> None:
     folder = both(tmp_path / "run", loads=[5])
     add(folder, "paged", 5, 3, status="oom", reason="needs 9 bytes, has 8")
     add(folder, "paged", 5, 4, refused(3), status="rejected", reason="no request finished")
-    group = Results.of(folder).at(Variant("paged"), Load(5), Context(INPUT, OUTPUT))
+    group = Results.of(folder).at(Variant("paged"), LoadPoint(5), Context(INPUT, OUTPUT))
     assert (len(group.ok), len(group.failed), group.mean("output_tokens_per_s").n) == (3, 2, 3)
 
 
@@ -188,6 +191,40 @@ def test_policies_are_named_where_there_are_several(tmp_path: Path) -> None:
     add(folder, "contiguous", 5, 0, serve("contiguous", 5, 20, 0.1), reserve="declared")
     results = Results.of(folder)
     assert [results.name(v) for v in results.variants] == ["contiguous max", "contiguous declared", "paged"]
+
+
+def test_variants_are_named_by_what_they_add(tmp_path: Path) -> None:
+    folder = both(tmp_path / "run", loads=[5], repeats=1)
+    more: dict[str, dict[str, Any]] = {
+        "a": {"prefix_caching": True},
+        "b": {"preemption": "swap"},
+        "c": {"prefix_caching": True, "preemption": "swap"},
+    }
+    for cell, columns in more.items():
+        add(folder, "paged", 5, 0, serve("paged", 5, 20, 0.1), cell=cell, **columns)
+    results = Results.of(folder)
+    names = ["contiguous", "paged", "paged + prefix cache", "paged + prefix cache + swap", "paged + swap"]
+    assert sorted(results.name(variant) for variant in results.variants) == names
+    rows = {str((row["prefix_caching"], row["preemption"])) for row in json.loads(render(results, "json"))}
+    assert len(rows) == 4
+
+
+def test_prefixes_and_samples_are_columns_where_the_grid_has_several(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    for prefix, samples in ((0, 1), (0, 4), (80, 1), (80, 4)):
+        columns: dict[str, Any] = {"prefix_tokens": prefix, "samples": samples}
+        add(folder, "paged", 5, 0, serve("paged", 5, 20, 0.1), cell=f"p{prefix}n{samples}", **columns)
+    results = Results.of(folder)
+    assert results.varied == ("prefix_tokens", "samples")
+    assert results.middle_told == "4 tokens in, 4 tokens out, no prefix and 4 samples"
+    lines = render(results, "markdown").splitlines()
+    assert lines[2].startswith("| users | prefix tokens | samples | requests |")
+    assert [line.split("|")[1:4] for line in lines[-4:]] == [
+        [" 5 ", f" {prefix} ", f" {samples} "] for prefix in (0, 80) for samples in (1, 4)
+    ]
+    assert [(row["prefix_tokens"], row["samples"]) for row in json.loads(render(results, "json"))] == [
+        *((0, 1), (0, 4), (80, 1), (80, 4))
+    ]
 
 
 def test_the_terminals_table_by_hand(tmp_path: Path) -> None:

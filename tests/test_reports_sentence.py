@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from kvbench.reports.words import THIN, binary_size, count, listing, number, per
 
 def finding(folder: RunFolder) -> Finding:
     found = find(Results.of(folder), folder.manifest)
-    return Finding(*(getattr(found, name).replace(THIN, " ") for name in ("headline", "fixed", "proven", "caveat")))
+    return Finding(*(getattr(found, field.name).replace(THIN, " ") for field in fields(found)))
 
 
 def speeds(path: Path, paged: dict[int, list[float]], **manifest: Any) -> RunFolder:
@@ -160,15 +161,110 @@ def test_repeats_are_paired_by_seed_not_by_place(tmp_path: Path) -> None:
     assert "3 paired repeats" in finding(folder).proven
 
 
-def test_every_policy_is_held_against_paged(tmp_path: Path) -> None:
-    folder = both(tmp_path / "run", loads=[5], faster=1.2)
-    for repeat in range(3):
-        add(folder, "contiguous", 5, repeat, serve("contiguous", 5, 20, 0.1 * (1 + repeat / 100)), reserve="declared")
+def with_more(folder: RunFolder, *variants: tuple[str, dict[str, Any], list[float]], users: int = 5) -> RunFolder:
+    """Further variants at a load, each so many times as fast as a step of 0.1 s, by repeat."""
+    for backend, columns, ratios in variants:
+        for repeat, ratio in enumerate(ratios):
+            name = "-".join(str(value) for value in (backend, *columns.values(), users, repeat))
+            add(folder, backend, users, repeat, serve(backend, users, 20, 0.1 / ratio), cell=name, **columns)
+    return folder
+
+
+PREFIX: dict[str, Any] = {"prefix_caching": True}
+SWAP: dict[str, Any] = {"preemption": "swap"}
+
+
+def test_first_policies_make_the_main_contest_and_each_further_thing_a_clause(tmp_path: Path) -> None:
+    """Six ratios hold together: paged against both contiguous variants, declared against max, and three of paged.
+    Each further one differs by 1 % between repeats: ln 0.99, 0 and ln 1.01 have s = 0.0100002, and t(2) at 99.583 % is
+    10.886, so an interval is e^±0.06285 about its ratio (1.1, 1.7 / 1.2 and 1)."""
+    about = [0.99, 1.0, 1.01]
+    asked = [("contiguous", "max", {}), ("contiguous", "declared", {}), ("paged", None, {}), ("paged", None, SWAP),
+             ("paged", None, PREFIX), ("paged", None, PREFIX | SWAP)]  # fmt: skip
+    planned = [{"backend": backend, "reserve": reserve, **more} for backend, reserve, more in asked]
+    folder = with_more(
+        speeds(tmp_path / "run", {5: [1.2, 1.2, 1.2]}, cells=planned),
+        ("contiguous", {"reserve": "declared"}, [1.1 * ratio for ratio in about]),
+        ("paged", PREFIX, [1.7 * ratio for ratio in about]),
+        ("paged", SWAP, [1.2 * ratio for ratio in about]),
+        ("paged", PREFIX | SWAP, [1.7 * ratio for ratio in about]),
+    )
     found = finding(folder)
-    assert "1.20 × the output tokens/s of contiguous max" in found.headline
-    assert "of contiguous max (" in found.proven
-    assert "of contiguous declared (" in found.proven
-    assert "paged ran 5 requests at once, contiguous max 5, contiguous declared 5" in found.fixed
+    assert found.headline == "Paged gives 1.20 × the output tokens/s of contiguous max at 5 users."
+    assert found.fixed.startswith("At 5 users, paged ran 5 requests at once, contiguous max 5. Of the KV memory")
+    assert "declared" not in found.fixed + found.proven and "prefix" not in found.fixed + found.proven
+    assert found.further == (
+        "At 5 users, contiguous declared gave 1.10 × [1.03–1.17] the output tokens/s of contiguous max; "
+        "the prefix cache gave 1.42 × [1.33–1.51] the output tokens/s of paged without it; "
+        "swapping made no proven difference to paged (1.00 × [0.94–1.06]). "
+        "In brackets: 95 % intervals. 2 more comparisons in the report."
+    )
+    assert str(found) == f"{found.fixed} {found.proven} {found.further}"
+
+
+def test_closing_words_stay_short_however_many_variants_there_are(tmp_path: Path) -> None:
+    variants: list[tuple[str, dict[str, Any], list[float]]] = []
+    for reserve, batching in product(("max", "declared", "pow2", "oracle"), ("continuous", "static")):
+        variants.append(("contiguous", {"reserve": reserve, "batching": batching}, [1.0, 1.0]))
+    for prefix, preemption in product((False, True), ("recompute", "swap")):
+        variants.append(("paged", {"prefix_caching": prefix, "preemption": preemption}, [1.5, 1.51]))
+    folder = make(tmp_path / "run", cells=[{"backend": backend, **columns} for backend, columns, _ in variants])
+    for users in (5, 10):
+        with_more(folder, *variants, users=users)
+    found = finding(folder)
+    assert len(str(found)) < 1200 and found.further.count("At ") == 1
+    assert "static batching made no proven difference to contiguous max (" in found.further
+    assert "contiguous declared, contiguous pow2 and contiguous oracle made no proven difference" in found.further
+    assert "more comparisons in the report." in found.further
+
+
+def test_several_policies_share_a_clause_and_losers_are_below_1(tmp_path: Path) -> None:
+    folder = with_more(
+        both(tmp_path / "run", loads=[5], faster=1.2),
+        ("contiguous", {"reserve": "declared"}, [1.5, 1.51, 1.5]),
+        ("contiguous", {"reserve": "oracle"}, [2.0, 2.01, 2.0]),
+        ("contiguous", {"batching": "static"}, [0.5, 0.5, 0.5]),
+    )
+    found = finding(folder)
+    assert "contiguous declared gave 1.5" in found.further and "] and contiguous oracle 2.0" in found.further
+    assert "static batching gave 0.50 × [" in found.further
+    assert "the output tokens/s of contiguous max without it" in found.further
+
+
+def test_a_switch_that_came_first_is_told_the_same_way_round(tmp_path: Path) -> None:
+    folder = with_more(
+        make(tmp_path / "run", cells=[{"backend": "paged", **PREFIX}, {"backend": "paged"}]),
+        ("paged", PREFIX, [1.7, 1.7]),
+        ("paged", {"prefix_caching": False}, [1.0, 1.0]),
+        ("contiguous", {}, [1.0, 1.0]),
+    )
+    found = finding(folder)
+    assert found.headline == "Paged + prefix cache gives 1.70 × the output tokens/s of contiguous at 5 users."
+    assert "the prefix cache gave 1.70 × [1.70–1.70] the output tokens/s of paged without it" in found.further
+
+
+def test_without_a_second_backend_the_first_two_variants_meet(tmp_path: Path) -> None:
+    folder = with_more(
+        make(tmp_path / "run"), ("paged", {"prefix_caching": False}, [1.0, 1.0]), ("paged", PREFIX, [1.7, 1.7])
+    )
+    found = finding(folder)
+    assert found.headline == "Paged + prefix cache gives 1.70 × the output tokens/s of paged at 5 users."
+    assert found.further == ""
+
+
+def test_one_repeat_of_a_further_variant_proves_nothing(tmp_path: Path) -> None:
+    folder = with_more(speeds(tmp_path / "run", {5: [1.2]}), ("paged", PREFIX, [1.5]))
+    assert finding(folder).further == (
+        "At 5 users, the prefix cache gave 1.25 × the output tokens/s of paged without it, but one repeat cannot "
+        "prove it."
+    )
+
+
+def test_the_same_cell_once_more_is_held_against_the_first(tmp_path: Path) -> None:  # vllm#54227
+    folder = speeds(tmp_path / "run", {5: [1.2, 1.2, 1.21]})
+    for repeat in range(3):
+        add(folder, "paged", 5, repeat, serve("paged", 5, 20, 0.1 / 1.2), cell=f"paged-5-{repeat}.2")
+    assert "paged (2) made no proven difference to paged (1.00 × [0.98–1.01])" in finding(folder).further
 
 
 def test_the_headline_speaks_of_the_middle_context_and_says_so(tmp_path: Path) -> None:
@@ -178,6 +274,14 @@ def test_the_headline_speaks_of_the_middle_context_and_says_so(tmp_path: Path) -
         add(folder, backend, 1, repeat, run, input_tokens=tokens, cell=f"{backend}-{tokens}-{repeat}")
     assert finding(folder).headline.endswith("at 1 user, with 128 tokens in and 4 tokens out.")
     assert "1.13 ×" in finding(folder).headline
+
+
+def test_the_headline_names_a_prefix_where_the_grid_has_several(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    for prefix, backend, repeat in product((0, 80), ("contiguous", "paged"), range(2)):
+        run = serve(backend, 1, 20, 0.1 / (1.2 if backend == "paged" else 1))
+        add(folder, backend, 1, repeat, run, prefix_tokens=prefix, cell=f"{backend}-{prefix}-{repeat}")
+    assert finding(folder).headline.endswith("at 1 user, with 4 tokens in, 4 tokens out and no prefix.")
 
 
 def test_rates_in_place_of_users(tmp_path: Path) -> None:

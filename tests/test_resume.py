@@ -23,8 +23,9 @@ from kvbench.cli.resume import COMPARED, KEPT, differences
 from kvbench.cli.sweep import sweep as sweep_command
 from kvbench.engine.environment import find_device, versions
 from kvbench.engine.model import BoundModel
+from kvbench.metrics.points import Variant
 from kvbench.metrics.store import RunFolder
-from kvbench.workloads.grid import Cell, Variant
+from kvbench.workloads.grid import Cell
 
 TINY = ("--model", "tiny", "--dtype", "float32", "--input-len", "6", "--output-len", "3", "--num-warmups", "0")
 GRID = (*TINY, "--concurrency", "2", "--num-prompts", "2", "--repeats", "2")  # four cells
@@ -190,8 +191,8 @@ def test_force_leaves_the_memory_of_a_run_as_it_was(measured: list[str]) -> None
 CHANGED_FLAGS = {
     "--concurrency or --request-rate": ["--concurrency", "3"],
     "--repeats": ["--repeats", "3"],
-    "--input-len and --output-len": ["--input-len", "7"],
-    "--backend, --reserve and --batching": ["--backend", "paged"],
+    "--input-len, --output-len, --prefix-len and --n": ["--input-len", "7"],
+    "--backend, --reserve, --batching, --prefix-caching and --preemption": ["--backend", "paged"],
     "--seed": ["--seed", "1"],
     "--block-size": ["--block-size", "8"],
     "--dtype": ["--dtype", "bfloat16"],
@@ -203,10 +204,30 @@ CHANGED_FLAGS = {
     "--temperature": ["--temperature", "0.5"],
     "--save-tokens": ["--save-tokens"],
     "--metadata": ["--metadata", "color=red"],
-    "--enable-prefix-caching": ["--enable-prefix-caching"],
-    "--prefix-len": ["--prefix-len", "4"],
     "--model": ["--model", "bench-40m"],
 }
+
+
+CHANGED_POINTS = {
+    "was contiguous max, paged, is contiguous max, paged + prefix cache (stays); ": ["--enable-prefix-caching"],
+    "was contiguous max, paged, is contiguous max, paged + swap (stays) (and 1 more); ": [
+        *("--preemption", "swap", "--swap-space", "1MiB")
+    ],
+    "was 6 tokens in and 3 tokens out, is 6 tokens in, 3 tokens out and a shared prefix of 4 tokens (stays); ": [
+        *("--prefix-len", "4")
+    ],
+    "was 6 tokens in and 3 tokens out, is 6 tokens in, 3 tokens out and 2 samples (stays) (and 1 more); ": [
+        *("--n", "2", "--temperature", "1")
+    ],
+}
+
+
+def test_changed_points_of_the_grid_are_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    interrupted(*GRID, after=1)
+    for words, args in CHANGED_POINTS.items():
+        capsys.readouterr()
+        sweep(*GRID, *args, "--resume", code=2)
+        assert words in capsys.readouterr().err, words
 
 
 def test_changed_flags_are_refused_by_name_before_anything_is_loaded(
@@ -273,7 +294,7 @@ def test_force_goes_on_with_the_runs_own_plan_and_marks_it(
     first, second = folder.manifest["sessions"]
     assert folder.manifest["forced"] == second["forced"] and first["forced"] == []
     assert len(second["forced"]) == 4
-    assert "--concurrency or --request-rate was 2, is 9 (stays)" in second["forced"]
+    assert "--concurrency or --request-rate was 2 users, is 9 users (stays)" in second["forced"]
     assert "--temperature was 0.0, is 0.5" in second["forced"]
     assert any(line.startswith("the version of torch was ") and line.endswith(", is 9.9") for line in second["forced"])
     shown = capsys.readouterr()
@@ -289,11 +310,12 @@ def test_what_cells_share_stays_under_force() -> None:
     for row in folder.rows():
         assert row["prefix_caching"] is (row["backend"] == "paged") and row["prefix_tokens"] == 20
     was = (
-        "--enable-prefix-caching was True, is False",
-        "--cache-salt was a, is not given",
-        "--prefix-len was 20, is 0",
+        "contiguous max, paged + prefix cache, is contiguous max, paged",
+        "6 tokens in, 3 tokens out and a shared prefix of 20 tokens, is 6 tokens in and 3 tokens out",
+        "a, is not given",
     )
-    assert folder.manifest["forced"] == [f"{line} (stays)" for line in was]
+    marks = zip(folder.manifest["forced"], was, strict=True)
+    assert all(mark.endswith(f" was {line} (stays)") for mark, line in marks), folder.manifest["forced"]
 
 
 def test_without_output_the_latest_unfinished_run_is_taken_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,16 +387,20 @@ def test_ctrl_c_between_a_cell_and_the_table_leaves_both_in_step(monkeypatch: py
 
 def test_a_configuration_comes_back_from_run_json_as_it_was() -> None:
     config = SweepConfig(
-        variants=(Variant("contiguous", "max"), Variant("paged")),
+        variants=(
+            Variant("contiguous", "max"),
+            Variant("paged", prefix_caching=True),
+            Variant("paged", preemption="swap"),
+        ),
         loads=parse_loads(None, "0.5,2"),
         contexts=parse_contexts("8,16", None),
         slos=parse_objectives(["ttft:p99:1500", "tpot:50"], None),
         metadata=parse_metadata(["a=1", "b=2"]),
         price_usd_per_hour=1 / 3,
-        prefix_caching=True,
+        swap_bytes=2**20,
         cache_salts=("a", "b"),
     )
-    plain = replace(config, prefix_caching=False, cache_salts=("",), prefix_tokens=7)
+    plain = replace(config, contexts=parse_contexts("8", None, "0,7", "1,4"), temperature=0.5, cache_salts=("",))
     file = replace(config, contexts=None, loads=None, dataset="jsonl", dataset_path=Path("a/b.jsonl"))
     for one in (config, plain, file):
         assert SweepConfig.of(json.loads(json.dumps(one.facts()))) == one

@@ -13,11 +13,13 @@ from test_abort import PHASES, Story
 from test_engine import Cell, cells, check_progress, check_requests
 
 from kvbench.cli.config import parse_variants
+from kvbench.cli.stack import BACKENDS
 from kvbench.contiguous.slots import POLICIES
 from kvbench.engine.scheduler import Limits
 from kvbench.engine.types import Usage
 from kvbench.errors import KvbenchError
 from kvbench.metrics.memory import split
+from kvbench.metrics.points import Variant
 from kvbench.metrics.records import ABORTED, FINISHED, Hold, RequestRecord, Run
 from kvbench.workloads.load import ClosedLoop, OpenLoop
 
@@ -193,17 +195,21 @@ def test_a_batch_that_ran_out_of_patience_makes_way(kind: str) -> None:
 
 
 def test_the_command_line_knows_what_static_is_for() -> None:
-    known = ("contiguous", "paged")
-    (only,) = parse_variants("contiguous", "max", "STATIC", known, POLICIES)
+    policies = {name: backend.policies for name, backend in BACKENDS.items()}
+
+    def asked(backends: str, **told: str | None) -> tuple[Variant, ...]:
+        return parse_variants(backends, {"reserve": None, "batching": None, **told}, policies)
+
+    (only,) = asked("contiguous", reserve="max", batching="STATIC")
     assert (only.backend, only.reserve, only.batching) == ("contiguous", "max", "static")
-    assert {one.batching for one in parse_variants("contiguous,paged", None, None, known, POLICIES)} == {"continuous"}
-    both = parse_variants("contiguous,paged", None, "static,continuous", known, POLICIES)
+    assert {one.batching for one in asked("contiguous,paged")} == {"continuous"}
+    both = asked("contiguous,paged", batching="static,continuous")
     assert [(one.backend, one.batching) for one in both] == [
         ("contiguous", "static"),
         ("contiguous", "continuous"),
         ("paged", "continuous"),
     ]
-    with pytest.raises(KvbenchError, match="--batching is a policy of the contiguous backend"):
-        parse_variants("paged", None, "static", known, POLICIES)
+    with pytest.raises(KvbenchError, match="--batching is a policy of the contiguous backend; add contiguous"):
+        asked("paged", batching="static")
     with pytest.raises(KvbenchError, match=r"--batching 'statik' .* did you mean static"):
-        parse_variants("contiguous", "max", "statik", known, POLICIES)
+        asked("contiguous", reserve="max", batching="statik")

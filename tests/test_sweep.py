@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_static_batches_stand_beside_the_others_hold_more_for_nothing_and_answer
     assert all((split(folder.run(row["cell"])).pool == row["pool_tokens"]).all() for row in rows.values())
     assert static["cell"].startswith("contiguous-max-static-") and static["steps"] > continuous["steps"]
     assert static["kv_fragmentation_mean"] > continuous["kv_fragmentation_mean"]
-    assert "ontiguous, static" in (folder.path / "report.html").read_text()
+    assert "ontiguous + static" in (folder.path / "report.html").read_text()
 
 
 def test_at_equal_bytes_only_equal_slots_are_bound_by_the_longest_request() -> None:
@@ -152,6 +153,29 @@ def test_a_shared_prefix_is_found_only_by_the_paged_backend_and_only_where_asked
     shown = capsys.readouterr()
     assert "that all share" in shown.err and "hits" in shown.out and "shared" in shown.out
     assert "KV shared" in (folder.path / "report.html").read_text()
+
+
+def test_a_prefix_cache_off_and_on_are_two_rows_of_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sweep(*QUICK, *PREFIX[2:], "--prefix-caching", "off,on", "--prefix-len", "0,37", "--kv-memory", "2MiB")
+    rows = {(row["backend"], row["prefix_caching"], row["prefix_tokens"]): row for row in folder.rows()}
+    assert set(rows) == {
+        (backend, cached, prefix)
+        for backend, cached in (("contiguous", False), ("paged", False), ("paged", True))
+        for prefix in (0, 37)
+    }
+    assert rows["paged", True, 37]["cell"] == "paged-prefix-c3-i12-o8-p37-r0"
+    assert rows["paged", False, 0]["cell"] == "paged-c3-i12-o8-r0"
+    assert [key for key, row in rows.items() if row["prefix_hit_rate"]] == [("paged", True, 37)]
+    assert {(row["preemption"], row["samples"]) for row in rows.values()} == {("recompute", 1)}
+    header = (folder.path / "cells.csv").read_text().splitlines()[0].split(",")[len(LEADING_COLUMNS) :]
+    assert header[:6] == ["order", "batching", "prefix_caching", "preemption", "prefix_tokens", "samples"]
+    answers = {str([one.output_token_ids for one in folder.run(rows[*key, 37]["cell"]).requests])
+               for key in (("contiguous", False), ("paged", False), ("paged", True))}  # fmt: skip
+    assert len(answers) == 1
+    shown = capsys.readouterr()
+    assert "compared  contiguous max, paged, paged + prefix cache" in shown.err
+    assert "Paged + prefix cache" in shown.out and "prefix\n" in shown.out.replace(" ", "").replace("tokens", "")
+    assert "Paged + prefix cache" in (folder.path / "report.html").read_text()
 
 
 def test_two_equal_cells_find_nothing_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:  # vllm#54227
@@ -245,8 +269,31 @@ BAD = {
     "output under a file": (["--output", "file/run"], "file"),
     "a prefix of negative length": (["--prefix-len", "-1"], "--prefix-len"),
     "a prefix where prompts are given": (["--dataset", "support", "--prefix-len", "8"], "--prefix-len"),
-    "a salt without a cache": (["--cache-salt", "a"], "--enable-prefix-caching"),
+    "a salt without a cache": (["--cache-salt", "a"], "--prefix-caching on"),
+    "a salt where the cache is off": (["--cache-salt", "a", "--prefix-caching", "off"], "--prefix-caching on"),
+    "an empty salt": (["--cache-salt", "", "--prefix-caching", "on"], "--cache-salt has an empty salt"),
+    "an empty salt in a list": (["--cache-salt", "a,,b", "--prefix-caching", "on"], "--cache-salt has an empty salt"),
     "a prefix cache that nothing has": (["--enable-prefix-caching", "--backend", "contiguous"], "add paged"),
+    "a prefix cache on and off": (["--enable-prefix-caching", "--prefix-caching", "off,on"], "give one of them"),
+    "a prefix cache off and on": (["--no-enable-prefix-caching", "--prefix-caching", "on"], "give one of them"),
+    "a prefix cache of neither": (["--prefix-caching", "of"], "did you mean off?"),
+    "an unknown preemption": (["--preemption", "swop"], "did you mean swap?"),
+    "a preemption that nothing has": (["--preemption", "swap", "--backend", "contiguous"], "add paged"),
+    "swap space for nobody": (["--swap-space", "1GiB"], "--preemption swap"),
+    "swap space for recomputation": (["--swap-space", "1GiB", "--preemption", "recompute"], "--preemption swap"),
+    "no size of swap space": (["--swap-space", "much", "--preemption", "swap"], "--swap-space"),
+    "swap space of less than a block": (["--swap-space", "100", "--preemption", "swap"], "--swap-space 100 holds no"),
+    "zero samples": (["--n", "0", "--temperature", "1"], "--n"),
+    "half a sample": (["--n", "1.5", "--temperature", "1"], "--n"),
+    "an empty list of samples": (["--n", "", "--temperature", "1"], "--n"),
+    "greedy samples": (["--n", "1,4"], "--n 4 at --temperature 0"),
+    "samples that never run together": (
+        ["--n", "4", "--max-num-seqs", "3", "--temperature", "1"],
+        "--max-num-seqs to 4",
+    ),
+    "a prefix of no number": (["--prefix-len", "0,many"], "--prefix-len"),
+    "a prefix beyond the model": (["--prefix-len", "40000"], "lower --prefix-len, --input-len or --output-len"),
+    "a prefix beyond all numbers": (["--prefix-len", "9" * 12], "--prefix-len"),
     "pow2 without lengths": (["--reserve", "pow2", "--no-ignore-eos"], "--ignore-eos"),
 }
 
@@ -289,7 +336,7 @@ def test_a_cell_that_raises_leaves_a_row_and_the_sweep_goes_on(
         raise error
 
     paged = stack.BACKENDS["paged"]
-    monkeypatch.setitem(stack.BACKENDS, "paged", stack.Backend("paged", paged.make_allocator, broken))
+    monkeypatch.setitem(stack.BACKENDS, "paged", replace(paged, make_cache=broken))
     folder = sweep(*QUICK)
     rows = {row["backend"]: row for row in folder.rows()}
     assert rows["contiguous"]["status"] == "ok"
@@ -372,7 +419,10 @@ def test_a_dry_run_says_what_would_happen_and_writes_nothing(capsys: pytest.Capt
 @pytest.mark.parametrize("name", ["markdown", "csv", "json"])
 def test_other_formats_have_the_result_alone_on_standard_output(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     sweep(*QUICK, "--format", name)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    last = err[err.index("! ") :]
+    assert "! one repeat: no speed is proven" in last and " at once" in " ".join(last.split())
+    assert last.endswith("Report: out/report.html\n") and "! " not in out and "Report" not in out
     if name == "json":
         assert len(json.loads(out)) == 2
     elif name == "csv":
@@ -399,6 +449,21 @@ def test_ctrl_c_leaves_a_valid_folder_and_a_partial_report() -> None:
     assert folder.manifest["interrupted"] is True and 1 <= len(folder.rows()) < 100
     assert all(folder.has_run(row["cell"]) for row in folder.rows())
     assert (folder.path / "report.html").is_file() and "interrupted" in out.lower()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"cell": "other", "status": "ok"}', '{"x": NaN}'])
+def test_a_damaged_row_is_a_failed_cell_with_its_name(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (broken, *_) = sorted(Path(sweep(*QUICK).path, "cells").glob("paged*"))
+    (broken / "result.json").write_text(text)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "out"])
+    assert not ended.value.code
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"! paged at 3 users, 1 cell: cells/{broken.name}/result.json is damaged" in shown
+    assert "1 of 2 cells failed" in shown and "None" not in shown and "delete that folder" in shown
+    rows = {row["cell"]: row for row in csv.DictReader(Path("out/cells.csv").read_text().splitlines())}
+    assert rows[broken.name]["backend"] == "paged" and rows[broken.name]["status"] == "failed"
 
 
 def test_a_stored_run_is_rendered_again_without_torch() -> None:

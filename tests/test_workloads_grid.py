@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import KvbenchError
-from kvbench.workloads.grid import Context, LoadPoint, Variant, cells, parse_floats, parse_ints
+from kvbench.metrics.points import Context, LoadPoint, Variant
+from kvbench.workloads.grid import Cell, cells, parse_floats, parse_ints
 
 A, B = Variant("left"), Variant("right", "declared")
 LOADS = [LoadPoint(concurrency=1), LoadPoint(concurrency=8)]
@@ -27,8 +28,7 @@ def test_variants_are_interleaved_and_every_other_repeat_is_turned_round() -> No
     assert [cell.order for cell in plan] == list(range(8))
     assert [cell.seed for cell in plan] == [10] * 4 + [11] * 4
     last = plan[-1]
-    assert (last.backend, last.reserve, last.concurrency, last.request_rate) == ("left", None, 8, None)
-    assert (last.input_tokens, last.output_tokens, last.repeat) == (128, 64, 1)
+    assert (last.variant, last.load, last.context, last.repeat) == (A, LOADS[1], CONTEXTS[0], 1)
 
 
 def test_abba_balances_a_steady_drift() -> None:
@@ -36,16 +36,16 @@ def test_abba_balances_a_steady_drift() -> None:
     plan = cells([A, B], LOADS, CONTEXTS, repeats=2, seed=0)
     for load in LOADS:
         places = {
-            backend: sum(cell.order for cell in plan if (cell.backend, cell.concurrency) == (backend, load.concurrency))
-            for backend in ("left", "right")
+            variant: sum(cell.order for cell in plan if (cell.variant, cell.load) == (variant, load))
+            for variant in (A, B)
         }
-        assert places["left"] == places["right"]
+        assert places[A] == places[B]
 
 
 def test_three_variants_turn_round_too() -> None:
     variants = [Variant("x", reserve) for reserve in ("max", "declared", "oracle")]
     plan = cells(variants, LOADS[:1], CONTEXTS, repeats=3, seed=0)
-    assert [cell.reserve for cell in plan] == [
+    assert [cell.variant.reserve for cell in plan] == [
         *("max", "declared", "oracle"),
         *("oracle", "declared", "max"),
         *("max", "declared", "oracle"),
@@ -56,6 +56,44 @@ def test_ids_leave_out_what_is_not_set() -> None:
     rates = [LoadPoint(request_rate=rate) for rate in (0.5, 2.0, 1e-5)]
     ids = [cell.id for cell in cells([A], rates, [Context()], repeats=1, seed=0)]
     assert ids == ["left-q0.5-r0", "left-q2-r0", "left-q1e-05-r0"]
+
+
+def test_ids_name_what_is_not_as_it_is_by_default() -> None:
+    variants = [
+        Variant("left", "max", "static"),
+        Variant("right", prefix_caching=True),
+        Variant("right", preemption="swap"),
+        Variant("right", prefix_caching=True, preemption="swap"),
+    ]
+    contexts = [Context(8, 4, 80, 4), Context(prefix_tokens=80), Context(samples=2)]
+    plan = cells(variants, LOADS[:1], contexts, repeats=1, seed=0)
+    assert [cell.id for cell in plan[:4]] == [
+        "left-max-static-c1-i8-o4-p80-n4-r0",
+        "right-prefix-c1-i8-o4-p80-n4-r0",
+        "right-swap-c1-i8-o4-p80-n4-r0",
+        "right-prefix-swap-c1-i8-o4-p80-n4-r0",
+    ]
+    assert [cell.id for cell in plan[5::4]] == ["right-prefix-c1-p80-r0", "right-prefix-c1-n2-r0"]
+    assert [str(variant) for variant in variants] == [
+        *("left max + static", "right + prefix cache", "right + swap", "right + prefix cache + swap")
+    ]
+
+
+def test_a_cell_comes_back_from_its_flat_facts_which_are_columns() -> None:
+    for cell in cells([A, Variant("right", prefix_caching=True)], LOADS, [Context(8, 4, 80, 4)], repeats=2, seed=3):
+        assert Cell.of(cell.facts()) == cell
+        assert not [value for value in cell.facts().values() if isinstance(value, dict)]
+    assert (cell.facts()["prefix_caching"], cell.facts()["samples"], cell.facts()["prefix_tokens"]) == (False, 4, 80)
+
+
+def test_a_context_in_words() -> None:
+    assert str(Context(8, 4)) == "8 tokens in and 4 tokens out"
+    assert str(Context(None, 4, 80)) == "4 tokens out and a shared prefix of 80 tokens"
+    assert Context(8, 4, 0, 1).told({"prefix_tokens", "samples"}) == (
+        "8 tokens in, 4 tokens out, no prefix and 1 sample"
+    )
+    assert str(Context(samples=6)) == "6 samples" and str(Context()) == "its own lengths"
+    assert Context(8, 4, 80, 6).single == Context(8, 4, 80)
 
 
 def test_the_same_cell_twice_runs_twice() -> None:  # vllm#54227
@@ -73,9 +111,7 @@ def test_the_same_cell_twice_runs_twice() -> None:  # vllm#54227
 def test_impossible_grids_are_refused() -> None:
     with pytest.raises(KvbenchError, match="--repeats"):
         cells([A], LOADS, CONTEXTS, repeats=0, seed=0)
-    with pytest.raises(KvbenchError, match="either --concurrency or --request-rate"):
-        LoadPoint()
-    with pytest.raises(KvbenchError, match="either --concurrency or --request-rate"):
+    with pytest.raises(KvbenchError, match="--concurrency and --request-rate are two different loads"):
         LoadPoint(concurrency=1, request_rate=1.0)
 
 
@@ -109,6 +145,14 @@ def test_lists_of_whole_numbers(text: str, values: list[int]) -> None:
 )
 def test_lists_of_fractions(text: str, values: list[float]) -> None:
     assert parse_floats(text, "--request-rate") == values
+
+
+def test_nothing_is_a_number_only_where_it_is_said() -> None:
+    assert parse_ints("0,80-320*2", "--prefix-len", least=0) == [0, 80, 160, 320]
+    assert parse_ints("0-4+2", "--prefix-len", least=0) == [0, 2, 4]
+    for text in ("-1", "0.5", "0-8*2", "0-8+0", "nan", ""):
+        with pytest.raises(KvbenchError, match="--prefix-len"):
+            parse_ints(text, "--prefix-len", least=0)
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=20))

@@ -153,3 +153,10 @@ def test_impossible_requests_are_refused() -> None:
         draw_requests(DATASET, 1, seed=0, max_tokens=0)
     with pytest.raises(KvbenchError, match="--max-tokens 6 is less than the 7 tokens"):
         draw_requests(DATASET, 1, seed=0, max_tokens=6)
+
+
+def test_samples_change_how_many_answers_are_asked_and_nothing_else() -> None:
+    single, four = (draw_requests(DATASET, 9, seed=3, samples=samples) for samples in (1, 4))
+    assert {request.n for request in four} == {4} and [replace(request, n=1) for request in four] == single
+    with pytest.raises(KvbenchError, match="0 samples"):
+        draw_requests(DATASET, 1, seed=0, samples=0)

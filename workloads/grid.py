@@ -8,48 +8,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from kvbench.errors import KvbenchError
+from kvbench.metrics.points import Context, LoadPoint, Variant
 
 _RANGE = re.compile(r"([\d.]+)-([\d.]+)([*+])([\d.]+)")
 _LONGEST_LIST = 10_000
 _LEAST, _MOST = Decimal("0.000001"), Decimal(10**9)
-
-
-BATCHINGS = ("continuous", "static")
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What is compared: a backend under a reservation policy (None where it has none to choose), with batches that
-    requests join and leave at any step (`continuous`) or only as a whole (`static`)."""
-
-    backend: str
-    reserve: str | None = None
-    batching: str = BATCHINGS[0]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPoint:
-    """How much is asked: either `concurrency` clients (closed loop) or `request_rate` requests a second (open loop)."""
-
-    concurrency: int | None = None
-    request_rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if (self.concurrency is None) == (self.request_rate is None):
-            raise KvbenchError("give either --concurrency or --request-rate")
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """The asked lengths in tokens; None where the data set brings its own."""
-
-    input_tokens: int | None = None
-    output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +26,23 @@ class Cell:
     """One point of the grid in one repeat under one variant. `id` names its folder, `order` is its place in the run."""
 
     id: str
-    backend: str
-    reserve: str | None
-    batching: str
-    concurrency: int | None
-    request_rate: float | None
-    input_tokens: int | None
-    output_tokens: int | None
+    variant: Variant
+    load: LoadPoint
+    context: Context
     repeat: int
     seed: int
     order: int
 
-    @property
-    def variant(self) -> Variant:
-        return Variant(self.backend, self.reserve, self.batching)
+    def facts(self) -> dict[str, Any]:
+        """As `run.json` keeps it: flat, with the names of `cells.csv`."""
+        point = asdict(self.variant) | asdict(self.load) | asdict(self.context)
+        return {"id": self.id, **point, "repeat": self.repeat, "seed": self.seed, "order": self.order}
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Cell:
+        """The cell that `facts` were made of."""
+        own = {name: facts[name] for name in ("id", "repeat", "seed", "order")}
+        return cls(variant=Variant.of(facts), load=LoadPoint.of(facts), context=Context.of(facts), **own)
 
 
 def cells(
@@ -99,36 +71,32 @@ def cells(
                 seen[name] += 1
                 row.append((variant, name if seen[name] == 1 else f"{name}.{seen[name]}"))
             for variant, name in row if repeat % 2 == 0 else reversed(row):
-                plan.append(
-                    Cell(
-                        id=name,
-                        backend=variant.backend,
-                        reserve=variant.reserve,
-                        batching=variant.batching,
-                        concurrency=load.concurrency,
-                        request_rate=load.request_rate,
-                        input_tokens=context.input_tokens,
-                        output_tokens=context.output_tokens,
-                        repeat=repeat,
-                        seed=seed + repeat,
-                        order=len(plan),
-                    )
-                )
+                plan.append(Cell(name, variant, load, context, repeat, seed + repeat, len(plan)))
     return plan
 
 
 def _name(variant: Variant, load: LoadPoint, context: Context, repeat: int) -> str:
-    """`paged-c16-i128-o64-r0`: only letters, digits, dots and dashes; what is None is left out."""
-    rate = None if load.request_rate is None else str(load.request_rate).removesuffix(".0")
-    numbers = {"c": load.concurrency, "q": rate, "i": context.input_tokens, "o": context.output_tokens, "r": repeat}
-    batching = None if variant.batching == BATCHINGS[0] else variant.batching
-    words = [word for word in (variant.backend, variant.reserve, batching) if word is not None]
-    return "-".join(words + [f"{letter}{value}" for letter, value in numbers.items() if value is not None])
+    """`paged-prefix-c16-i128-o64-p80-n4-r0`: only letters, digits, dots and dashes. What is None or as it is by default
+    is left out."""
+    words = [variant.backend, variant.reserve, *(extra.split()[0] for extra in variant.extras)]
+    numbers = {
+        "c": load.concurrency,
+        "q": None if load.request_rate is None else str(load.request_rate).removesuffix(".0"),
+        "i": context.input_tokens,
+        "o": context.output_tokens,
+        "p": context.prefix_tokens or None,
+        "n": context.samples if context.samples > 1 else None,
+        "r": repeat,
+    }
+    return "-".join(
+        [word for word in words if word is not None]
+        + [f"{letter}{value}" for letter, value in numbers.items() if value is not None]
+    )
 
 
-def parse_ints(text: str, flag: str) -> list[int]:
+def parse_ints(text: str, flag: str, *, least: int = 1) -> list[int]:
     """`1,8,64`, `1-64*2` (1, 2, 4 … 64) or `64-256+64` (64, 128 … 256), mixed at will; `flag` is named in errors."""
-    values = _parse(text, flag)
+    values = _parse(text, flag, Decimal(least) if least < 1 else _LEAST)
     for value in values:
         if value != int(value):
             raise KvbenchError(f"{flag} takes whole numbers, not {value}")
@@ -137,31 +105,31 @@ def parse_ints(text: str, flag: str) -> list[int]:
 
 def parse_floats(text: str, flag: str) -> list[float]:
     """As `parse_ints`, with fractions: `0.5,2` or `0.5-8*2`."""
-    return [float(value) for value in _parse(text, flag)]
+    return [float(value) for value in _parse(text, flag, _LEAST)]
 
 
-def _parse(text: str, flag: str) -> list[Decimal]:
+def _parse(text: str, flag: str, least: Decimal) -> list[Decimal]:
     """Exact decimals, so that `0.1-0.3+0.1` has three of them."""
     values: list[Decimal] = []
     for item in map(str.strip, text.split(",")):
         found = _RANGE.fullmatch(item)
         if found is None:
-            values.append(_positive(item, item, flag))
+            values.append(_number(item, item, flag, least))
             continue
-        first, last, step = (_positive(found[group], item, flag) for group in (1, 2, 4))
-        values.extend(_span(first, last, found[3], step, item, flag))
+        first, last = (_number(found[group], item, flag, least) for group in (1, 2))
+        values.extend(_span(first, last, found[3], _number(found[4], item, flag, _LEAST), item, flag))
     return values
 
 
-def _positive(word: str, item: str, flag: str) -> Decimal:
+def _number(word: str, item: str, flag: str, least: Decimal) -> Decimal:
     try:
         value = Decimal(word)
     except InvalidOperation:
         raise KvbenchError(
             f"{flag} cannot read {item!r}; give numbers like 1,8,64 or ranges like 1-64*2 and 64-256+64"
         ) from None
-    if not (value.is_finite() and _LEAST <= value <= _MOST):
-        raise KvbenchError(f"{flag} takes numbers from {_LEAST} to {_MOST:,}, not {item!r}")
+    if not (value.is_finite() and least <= value <= _MOST):
+        raise KvbenchError(f"{flag} takes numbers from {least} to {_MOST:,}, not {item!r}")
     return value
 
 
@@ -169,6 +137,8 @@ def _span(first: Decimal, last: Decimal, sign: str, step: Decimal, item: str, fl
     """From `first` on while not beyond `last`, each value `step` times or plus `step` the one before."""
     if last < first:
         raise KvbenchError(f"{flag} has the range {item!r} the wrong way round; the smaller number comes first")
+    if sign == "*" and not first:
+        raise KvbenchError(f"{flag} cannot multiply 0 in {item!r}; write 0,1-64*2")
     if sign == "*" and step <= 1:
         raise KvbenchError(f"{flag} must multiply by more than 1 in {item!r}")
     values = [first]

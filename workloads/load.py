@@ -58,11 +58,7 @@ class ClosedLoop(_Issuer):
         super().__init__(requests)
         if concurrency < 1:
             raise KvbenchError(f"--concurrency must be at least 1, not {concurrency}")
-        if self.remaining < concurrency:
-            raise KvbenchError(
-                f"{self.remaining} requests never reach concurrency {concurrency}; "
-                f"raise --num-prompts to {concurrency} or lower --concurrency to {self.remaining}"
-            )
+        check_clients(self.remaining, concurrency)
         self._freed_s = deque([0.0] * concurrency)  # one entry a free slot, in the order in which they became free
 
     def due(self, now_s: float) -> list[Request]:
@@ -100,6 +96,29 @@ class OpenLoop(_Issuer):
         return self._left[0].scheduled_s if self._left else None
 
 
+def check_clients(requests: int, concurrency: int) -> None:
+    """KvbenchError where so few requests would never keep so many clients busy."""
+    if requests < concurrency:
+        raise KvbenchError(
+            f"{requests} requests never reach concurrency {concurrency}; "
+            f"raise --num-prompts to {concurrency} or lower --concurrency to {requests}"
+        )
+
+
+def declared_tokens(dataset: Dataset, max_tokens: int | None, *, ignore_eos: bool) -> int:
+    """What a request declares where the data set knows no limit of its own; KvbenchError where an answer may be longer
+    and nothing ends it."""
+    declared = dataset.longest_output if max_tokens is None else max_tokens
+    if declared < 1:
+        raise KvbenchError(f"--max-tokens must be at least 1, not {declared}")
+    if ignore_eos and declared < dataset.longest_output:
+        raise KvbenchError(
+            f"--max-tokens {declared} is less than the {dataset.longest_output} tokens of the longest answer that "
+            f"{dataset.name} asks for; raise it to {dataset.longest_output} or let answers end with --no-ignore-eos"
+        )
+    return declared
+
+
 def draw_requests(
     dataset: Dataset,
     count: int,
@@ -111,23 +130,18 @@ def draw_requests(
     ignore_eos: bool = True,
     stop_ids: frozenset[int] = frozenset(),
     cache_salts: Sequence[str] = ("",),
+    samples: int = 1,
 ) -> list[Request]:
     """`count` requests with ids from 0, each sampled as `sampling` says but with a seed of its own.
 
     `max_tokens` is declared by all of them (default: the longest answer `dataset` can draw), `arrivals` gives their
     `scheduled_s` (default 0: a closed loop sets it). With `ignore_eos` an answer has exactly its drawn length; without,
-    it ends at one of `stop_ids` or at `max_tokens`. The requests take the `cache_salts` in turns.
+    it ends at one of `stop_ids` or at `max_tokens`. The requests take the `cache_salts` in turns, and each asks for
+    `samples` answers.
     """
     if count < 1:
         raise KvbenchError(f"--num-prompts must be at least 1, not {count}")
-    declared = dataset.longest_output if max_tokens is None else max_tokens
-    if declared < 1:
-        raise KvbenchError(f"--max-tokens must be at least 1, not {declared}")
-    if ignore_eos and declared < dataset.longest_output:
-        raise KvbenchError(
-            f"--max-tokens {declared} is less than the {dataset.longest_output} tokens of the longest answer that "
-            f"{dataset.name} asks for; raise it to {dataset.longest_output} or let answers end with --no-ignore-eos"
-        )
+    declared = declared_tokens(dataset, max_tokens, ignore_eos=ignore_eos)
     times = [0.0] * count if arrivals is None else arrivals
     assert len(times) == count, f"{len(times)} arrivals for {count} requests"
     seeds = stream(seed, "sampling").integers(0, 2**63, size=count, dtype="uint64").tolist()
@@ -141,6 +155,7 @@ def draw_requests(
             sampling=replace(sampling, seed=sampling_seed),
             stop_ids=frozenset() if ignore_eos else stop_ids,
             cache_salt=cache_salts[index % len(cache_salts)],
+            n=samples,
         )
         for index, (drawn, time_s, sampling_seed) in enumerate(
             zip(dataset.draw(count, seed), times, seeds, strict=True)

@@ -90,9 +90,9 @@ class Accounts:
 
     def usage(self, cached: int = 0, swapped: int = 0) -> Usage:
         """Present facts; `cached` of the free rows could be reused, `swapped` rows lie elsewhere."""
-        saved = self._all.shared_filled - self._common_filled
-        held = self._all.held - (self._all.shared - self._common)
-        return Usage(self._all.filled - saved, held, self.pool_tokens - held, cached, saved, swapped)
+        saved, saved_held = self._all.shared_filled - self._common_filled, self._all.shared - self._common
+        held = self._all.held - saved_held
+        return Usage(self._all.filled - saved, held, self.pool_tokens - held, cached, saved, saved_held, swapped)
 
     def take(self) -> list[Holding]:
         """The changes since the last call."""

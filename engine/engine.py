@@ -199,6 +199,7 @@ class Engine:
             cached_tokens=usage.cached,
             swapped_tokens=usage.swapped,
             logical_tokens=usage.filled + usage.saved,
+            logical_held_tokens=usage.held + usage.saved_held,
             copied_tokens=batch.moved(COPY),
             swapped_out_tokens=batch.moved(OUT),
             swapped_in_tokens=batch.moved(IN),

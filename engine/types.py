@@ -239,14 +239,15 @@ class Sampled:
 class Usage:
     """Present facts of an allocator, in rows (one row holds one token): `filled` hold data, `held` belong to some
     sequence (filled ones included), `free` to none. `cached` counts the free rows whose content could be reused,
-    `saved` the filled rows that sharing spares: those of each sequence, added up, are `filled + saved`. `swapped` rows
-    lie in host memory, outside the pool."""
+    `saved` the filled rows that sharing spares: those of each sequence, added up, are `filled + saved`; `saved_held` is
+    the same of held ones. `swapped` rows lie in host memory, outside the pool."""
 
     filled: int
     held: int
     free: int
     cached: int = 0
     saved: int = 0
+    saved_held: int = 0
     swapped: int = 0
 
 

@@ -97,6 +97,7 @@ def memory_summary(run: Run, window: Window) -> dict[str, float | int | None]:
         kv_efficiency     used / held                            mean and peak
         kv_fragmentation  (internal + rounding) / held           mean and peak
         kv_sharing        (logical - used) / logical             mean and peak
+        kv_blocks_saved   (logical_held - held) / logical_held   mean: blocks that sharing spares / those held without
         kv_reserved, kv_internal, kv_rounding, kv_free           mean of each part / pool
         kv_cached         the part of free that could be reused  mean of it / pool
         swapped_tokens    rows in the host's memory              peak, in rows
@@ -111,7 +112,9 @@ def memory_summary(run: Run, window: Window) -> dict[str, float | int | None]:
     parts = split(run)
     start_s = np.array([step.start_s for step in run.steps])
     end_s = np.array([step.end_s for step in run.steps])
-    logical, cached, swapped = columns(run.steps, "logical_tokens", "cached_tokens", "swapped_tokens")
+    logical, logical_held, cached, swapped = columns(
+        run.steps, "logical_tokens", "logical_held_tokens", "cached_tokens", "swapped_tokens"
+    )
     seconds = np.minimum(end_s, window.end_s) - np.maximum(start_s, window.start_s)
     inside = seconds >= 0
     summary: dict[str, float | int | None] = {}
@@ -127,6 +130,7 @@ def memory_summary(run: Run, window: Window) -> dict[str, float | int | None]:
     tell("efficiency", parts.used, parts.held, peak=True)
     tell("fragmentation", parts.internal + parts.rounding, parts.held, peak=True)
     tell("sharing", logical - parts.used, logical, peak=True)
+    tell("blocks_saved", logical_held - parts.held, logical_held)
     for name in ("reserved", "internal", "rounding", "free"):
         tell(name, getattr(parts, name), parts.pool)
     tell("cached", cached, parts.pool)

@@ -56,9 +56,9 @@ class StepRecord:
     `decode_tokens` describe the batch; `attended_pairs` counts its (query, key) pairs, `context_tokens` the computed
     tokens of its sequences after the step. `used`, `held`, `free` and `cached` are what the allocator reported after
     the forward pass and before anything was freed; used + (held - used) + free = pool, where a row that several
-    sequences share counts once. `logical` adds up the filled rows of each sequence, so it counts such a row for each.
-    `swapped` rows lay in host memory, outside the pool. Before anything was computed `copied` rows were copied on write
-    and so many `swapped_out` and `swapped_in`.
+    sequences share counts once. `logical` adds up the filled rows of each sequence, so it counts such a row for each,
+    `logical_held` the held ones. `swapped` rows lay in host memory, outside the pool. Before anything was computed
+    `copied` rows were copied on write and so many `swapped_out` and `swapped_in`.
     """
 
     step: int
@@ -82,6 +82,7 @@ class StepRecord:
     cached_tokens: int = 0
     swapped_tokens: int = 0
     logical_tokens: int = 0
+    logical_held_tokens: int = 0
     copied_tokens: int = 0
     swapped_out_tokens: int = 0
     swapped_in_tokens: int = 0

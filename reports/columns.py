@@ -97,6 +97,7 @@ POOL = (
     _share("kv_efficiency_mean", "efficiency %", drop=1),
     _share("kv_fragmentation_mean", "KV wasted %", drop=3),
     _share("kv_sharing_mean", "KV shared %"),
+    _share("kv_blocks_saved_mean", "blocks saved %"),
     Column("external_fragmentation_events", "external events", _mean("external_fragmentation_events"), 1),
     Column("preemptions", "pre- empted", _mean("preemptions"), 1, drop=2),
     Column("swapped_tokens_peak", "swapped rows, peak", _peak("swapped_tokens_peak"), counted=True),
@@ -129,6 +130,7 @@ def pool_columns(results: Results) -> tuple[Column, ...]:
     says = {
         "kv_cached_mean": _caching(results) or _anywhere(results, "kv_cached_mean"),
         "kv_sharing_mean": _caching(results) or _anywhere(results, "kv_sharing_peak"),
+        "kv_blocks_saved_mean": _caching(results) or _anywhere(results, "kv_sharing_peak"),
         "external_fragmentation_events": buddies or _anywhere(results, "external_fragmentation_events"),
         "swapped_tokens_peak": _anywhere(results, "swapped_tokens_peak"),
     }

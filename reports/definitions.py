@@ -7,6 +7,7 @@ from collections.abc import Collection
 SHOWN_WITH = {
     "prefix hits": "prefix_hit_rate",
     "KV shared": "kv_sharing_mean",
+    "blocks saved": "kv_blocks_saved_mean",
     "reserved, never filled, rounding, free": "kv_free_mean",
     "cached": "kv_cached_mean",
     "efficiency": "kv_efficiency_mean",
@@ -54,6 +55,11 @@ DEFINITIONS = (
     (
         "KV shared",
         "1 − rows that hold tokens ÷ the same rows counted once for each request that reads them: time-weighted mean.",
+    ),
+    (
+        "blocks saved",
+        "1 − blocks held ÷ the blocks that would be held if nothing were shared: time-weighted mean. What the "
+        "paged-attention paper tells of parallel sampling (SOSP'23, section 6.3).",
     ),
     (
         "reserved, never filled, rounding, free",

@@ -70,6 +70,7 @@ def test_ratios_weigh_steps_by_their_time_and_leave_idle_time_out() -> None:
         "kv_rounding_mean": pytest.approx((4 + 4 + 2 * 4 + 0) / 40 / 5),
         "kv_free_mean": pytest.approx((24 + 20 + 2 * 16 + 32) / 40 / 5),
         "kv_cached_mean": 0.0,
+        "kv_blocks_saved_mean": None,
         "swapped_tokens_peak": 0,
     }
 

@@ -131,7 +131,7 @@ def test_what_is_shared_is_held_once_by_hand() -> None:
     assert pool.take_holdings() == [Holding(1, 2, 1, 0, 4), Holding(COMMON, 4, 4, 0), Holding(2, 2, 2, 0, 4)]
     three = served(pool, 3, "aaee")
     assert pool.take_holdings() == [Holding(3, 2, 2, 0, 2)]
-    assert pool.usage() == Usage(filled=9, held=10, free=30, cached=0, saved=6)
+    assert pool.usage() == Usage(filled=9, held=10, free=30, cached=0, saved=6, saved_held=6)
     pool.free(two)
     changes = [Holding(2, 0, 0, 6), Holding(1, 4, 3, 0, 2), Holding(COMMON, 0, 0, 4), Holding(COMMON, 2, 2, 0)]
     assert pool.take_holdings() == changes

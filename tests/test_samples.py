@@ -18,8 +18,9 @@ from test_prefix_runs import Watched, check_rows
 
 from kvbench.engine.scheduler import Limits
 from kvbench.engine.types import COMMON, Sampling, Sequence, Usage
-from kvbench.metrics.memory import split
+from kvbench.metrics.memory import memory_summary, split
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, Hold
+from kvbench.metrics.window import total
 from kvbench.paged.blocks import BlockPool
 from kvbench.workloads.load import ClosedLoop, OpenLoop
 
@@ -151,6 +152,19 @@ def test_four_samples_share_a_prompt_and_copy_its_tail(blocks: int) -> None:
     assert [one.output_token_ids for one in run.requests] == [answer(asked, sample=sample) for sample in range(4)]
     assert len({one.first_s for one in run.requests}) == 1
     assert {hold.request: hold.held_tokens for hold in run.holds if hold.request == COMMON} == {COMMON: common}
+
+
+@pytest.mark.parametrize("samples", [2, 4, 6])
+def test_the_share_of_blocks_saved_is_that_of_the_formula(samples: int) -> None:
+    """Blocks of 16, a prompt of 161 (ShareGPT's mean): of the samples' blocks all but one's full ones of the prompt."""
+    run, *_ = serve_on(BlockPool(4096, 16), ClosedLoop([request(0, 161, 338, n=samples)], 1), Limits(600, 600))
+    for step in run.steps[1:]:
+        logical, saved = samples * -(-(161 + step.step) // 16), (samples - 1) * 10
+        assert (step.logical_held_tokens, step.held_tokens) == (16 * logical, 16 * (logical - saved))
+    seconds = [step.end_s - step.start_s for step in run.steps]
+    shares = [1 - step.held_tokens / step.logical_held_tokens for step in run.steps]
+    mean = sum(second * share for second, share in zip(seconds, shares, strict=True)) / sum(seconds)
+    assert memory_summary(run, total(run))["kv_blocks_saved_mean"] == pytest.approx(mean)
 
 
 def test_samples_that_share_nothing_compute_the_prompt_themselves() -> None:

@@ -351,7 +351,8 @@ class Shared(RuleBasedStateMachine):
         filled = {row for one in self.running for row in rows_of(self.pool, one, one.computed)}
         logical, held = sum(one.computed for one in self.running), len(holders) * self.size
         cached = sum(block in self.naive.holds for block in self.naive.free) * self.size
-        usage = Usage(len(filled), held, self.pool.pool_tokens - held, cached, logical - len(filled))
+        all_held = sum(map(len, tables.values())) * self.size
+        usage = Usage(len(filled), held, self.pool.pool_tokens - held, cached, logical - len(filled), all_held - held)
         assert self.pool.usage() == replace(usage, swapped=sum(one.computed for one in self.aside))
 
     def teardown(self) -> None:

@@ -77,8 +77,8 @@ def test_columns_keep_their_names_and_types(tmp_path: Path) -> None:
     expected = (
         "step, start_s, end_s, host_s, device_s, sequences, prefill_tokens, decode_tokens, sampled_tokens, "
         "attended_pairs, context_tokens, running, waiting, preemptions, pool_tokens, used_tokens, reserved_tokens, "
-        "internal_tokens, rounding_tokens, free_tokens, cached_tokens, swapped_tokens, logical_tokens, copied_tokens, "
-        "swapped_out_tokens, swapped_in_tokens"
+        "internal_tokens, rounding_tokens, free_tokens, cached_tokens, swapped_tokens, logical_tokens, "
+        "logical_held_tokens, copied_tokens, swapped_out_tokens, swapped_in_tokens"
     ).split(", ")
     assert [name for name in steps.column_names if name != "held_tokens"] == expected
     parts = steps.select(["used_tokens", "reserved_tokens", "internal_tokens", "rounding_tokens", "free_tokens"])

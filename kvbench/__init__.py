@@ -14,7 +14,7 @@ read in this order:
 7. `engine/model.py`, `engine/runner.py`      transformers' own model over our attention, on a device; its tokens are
                            chosen in `engine/sampling.py`
 8. `workloads/`            what is asked, and when
-9. `metrics/`              what was observed (records), kept (store) and concluded (summary, stats)
+9. `metrics/`              what was compared (points), observed (records), kept (store) and concluded (summary, stats)
 10. `cli/stack.py`         the one place that puts the parts together; `cli/sweep.py` the main job
 11. `reports/`             tables, charts and the page, all from the stored run
 

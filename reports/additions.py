@@ -12,7 +12,7 @@ from itertools import groupby
 
 from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.stats import UNPROVEN, Comparison
-from kvbench.reports.contests import LEVEL, PRIMARY, level, pairs
+from kvbench.reports.contests import LEVEL, PRIMARY, TELLING, level, pairs, room
 from kvbench.reports.groups import Results, Variant, compare
 from kvbench.reports.words import count, listing, number, percent, ratio_decimals, times
 
@@ -94,7 +94,8 @@ def _clause(results: Results, compared: Mapping[Pair, Comparison]) -> str:
     if proven:
         said.append(_gave(proven, without))
     if alike:
-        seen = ", ".join(_effect(one) for one in alike.values())
+        telling = all(room(one.effect) <= TELLING for one in alike.values())
+        seen = ", ".join(_effect(one) for one in alike.values()) if telling else "the repeats differ too much"
         said.append(f"{listing(list(alike))} made no proven difference to {results.name(base)} ({seen})")
     if once:
         said.append(f"{_gave(once, without)}, but one repeat cannot prove it")

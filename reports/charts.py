@@ -17,7 +17,7 @@ from kvbench.reports.figure import Figure, Look, apart, looks, of_context
 from kvbench.reports.groups import Group, Results, Variant
 from kvbench.reports.memory_chart import memory
 from kvbench.reports.svg import LIGHT, Plot, y_ticks
-from kvbench.reports.words import DASH, number, percent, sentence_case
+from kvbench.reports.words import DASH, count, number, percent, sentence_case
 
 
 def figures(folder: RunFolder, results: Results) -> list[Figure]:
@@ -85,14 +85,15 @@ def _told_apart(results: Results) -> bool:
 
 
 def _title(lines: dict[Variant, list[Group]], names: dict[Variant, str]) -> str:
-    """`Paged reaches 98 output tokens/s, contiguous 49`, the fastest first."""
+    """`Paged reaches 98 output tokens/s, contiguous 49`, the fastest first, three of them."""
     means = {variant: [group.mean(PRIMARY).value for group in groups] for variant, groups in lines.items()}
     most = {
         variant: max((mean for mean in found if mean is not None), default=None) for variant, found in means.items()
     }
     ran = sorted(((speed, names[variant]) for variant, speed in most.items() if speed is not None), reverse=True)
     decimals = 0 if ran and ran[-1][0] >= 10 else 1
-    said = [f"{name} {number(speed, decimals)}" for speed, name in ran[1:]]
+    said = [f"{name} {number(speed, decimals)}" for speed, name in ran[1:3]]
+    said += [f"{count(len(ran) - 3, 'other')} less"] * (len(ran) > 3)
     if not ran:
         return "No output tokens"
     return ", ".join([f"{sentence_case(ran[0][1])} reaches {number(ran[0][0], decimals)} output tokens/s", *said])

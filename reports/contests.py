@@ -20,6 +20,8 @@ from kvbench.reports.words import ratio_decimals, times
 PRIMARY = "output_tokens_per_s"
 REFERENCE = "paged"
 LEVEL = 0.95
+TELLING = 3.0
+"""A bound beyond this ratio says nothing about the variants, only that the repeats differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +97,9 @@ def _contest(load: LoadPoint, a: Variant, b: Variant, comparison: Comparison) ->
         return Contest(load, a, b, effect, proven)
     low, high = (None if bound is None else 1 / bound for bound in (effect.high, effect.low))
     return Contest(load, b, a, Interval(1 / effect.value, low, high, effect.n, effect.dropped), proven)
+
+
+def room(effect: Interval) -> float:
+    """The largest ratio in the interval, whichever of the two is ahead."""
+    assert effect.low and effect.high
+    return max(effect.high, 1 / effect.low)

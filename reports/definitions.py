@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+EXTRAS, SAMPLES = "extras", "samples"
+"""What shows the terms of variants that add something to their backend, and of prompts with several answers."""
+
 SHOWN_WITH = {
+    "+ static, + prefix cache, + swap": EXTRAS,
+    "samples": SAMPLES,
     "prefix hits": "prefix_hit_rate",
     "KV shared": "kv_sharing_mean",
     "blocks saved": "kv_blocks_saved_mean",
@@ -17,11 +22,22 @@ SHOWN_WITH = {
     "torch's figures": "device_reserved_bytes_peak",
     "process": "host_rss_bytes_peak",
 }
-"""The terms that not every run has, each with the column that brings it."""
+"""The terms that not every run has, each with what brings it, mostly a column."""
 
 DEFINITIONS = (
     ("contiguous", "Every request holds one range of rows from its start to its end, as long as its policy reserves."),
     ("paged", "Every request holds blocks of rows from a shared pool and takes another when it needs one."),
+    (
+        "+ static, + prefix cache, + swap",
+        "What a variant adds. Static: requests join and leave a batch only as a whole. Prefix cache: full blocks of "
+        "equal beginnings are stored once. Swap: who loses its memory is copied to host memory and back, not computed "
+        "again.",
+    ),
+    (
+        "samples",
+        "Answers drawn for each prompt. Each has its own latency and its own tokens; prompts and requests count once, and "
+        "a request is in time where all its samples are.",
+    ),
     (
         "users, requests/s",
         "The load. Users: so many requests are in flight, each sends its next when one ends. Requests/s: sent by the "

@@ -13,7 +13,7 @@ from kvbench.metrics.store import RunFolder
 from kvbench.reports.charts import figures
 from kvbench.reports.columns import answer_columns, device_columns, pool_columns
 from kvbench.reports.context import checks, evidence, headline_facts, no_device_figures, provenance, reasons
-from kvbench.reports.definitions import definitions
+from kvbench.reports.definitions import EXTRAS, SAMPLES, definitions
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import Results
 from kvbench.reports.page_tables import cell_table, duel_table, memory_tables, meters, variant_tables
@@ -60,6 +60,9 @@ def _content(folder: RunFolder) -> dict[str, Any]:
     finding = find(results, folder.manifest)
     why, why_at = meters(results)
     columns = (*answer_columns(results), *pool_columns(results), *device_columns(results))
+    shown = {column.key for column in columns}
+    shown |= {EXTRAS} if any(variant.extras for variant in results.variants) else set()
+    shown |= {SAMPLES} if any(context.samples > 1 for context in results.contexts) else set()
     content: dict[str, Any] = {
         "css": _css(),
         "run_name": folder.path.resolve().name,
@@ -79,7 +82,7 @@ def _content(folder: RunFolder) -> dict[str, Any]:
         "no_device_figures": no_device_figures(folder.manifest),
         "duels": duel_table(results),
         "cells": cell_table(results),
-        "definitions": definitions({column.key for column in columns}),
+        "definitions": definitions(shown),
         "command": shlex.join(map(str, command)) if isinstance(command, list) and command else DASH,
     }
     names = {"tables": "By load", "memory": "Memory", "duels": "Side by side", "cells": "Every cell"}

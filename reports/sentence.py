@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.stats import Interval
 from kvbench.reports.additions import further
-from kvbench.reports.contests import LEVEL, PRIMARY, Contest, able_variants, contests, focus, reference
+from kvbench.reports.contests import LEVEL, PRIMARY, TELLING, Contest, able_variants, contests, focus, reference, room
 from kvbench.reports.context import cells_failed, unfinished
 from kvbench.reports.groups import Group, Results, Row, Variant
 from kvbench.reports.words import count, listing, number, percent, ratio_decimals, sentence_case, times
 
 _COUNTS = ("requests_submitted", "requests_finished")
-_TELLING = 3.0
-"""A bound beyond this ratio says nothing about the backends, only that the repeats differ."""
+
+_FEW = 3
+"""So many variants are named one by one."""
 
 _WHY = {"oom": "ran out of memory", "rejected": "rejected every request", "timeout": "ran out of time"}
 
@@ -60,16 +61,21 @@ def find(results: Results, manifest: Row) -> Finding:
 
 
 def _unanswered(results: Results) -> str:
-    """`With paged, 6 of 8 requests got no answer.`: what a cell that is ok may hide."""
-    said = []
+    """`With paged, 6 of 8 requests got no whole answer.`: what a cell that is ok may hide. Of many variants, the worst."""
+    missing: dict[str, tuple[int, int]] = {}
     for variant in results.variants:
         rows = [row for group in results.of_variant(variant) for row in group.ok]
         asked, done = (sum(int(row.get(name) or 0) for row in rows) for name in _COUNTS)
         if done < asked:
-            said.append(
-                f"With {results.name(variant)}, {asked - done:,} of {count(asked, 'request')} got no whole answer."
-            )
-    return " ".join(said)
+            missing[results.name(variant)] = asked - done, asked
+    said = [
+        f"With {name}, {n:,} of {count(asked, 'request')} got no whole answer." for name, (n, asked) in missing.items()
+    ]
+    if len(said) <= _FEW:
+        return " ".join(said)
+    worst = max(missing, key=lambda name: missing[name][0] / missing[name][1])
+    n, asked = missing[worst]
+    return f"With {len(missing)} variants requests got no whole answer, most with {worst}: {n:,} of {asked:,}."
 
 
 def _alone(results: Results, able: Sequence[Variant]) -> Finding:
@@ -132,7 +138,8 @@ def _fixed(results: Results, load: LoadPoint, variants: Sequence[Variant]) -> st
     said = ""
     if running:
         (name, most), *others = running
-        at_once = [f"{name} ran {most} {'request' if most == '1' else 'requests'} at once"]
+        noun = "request" if results.middle.samples == 1 else "sample"
+        at_once = [f"{name} ran {most} {noun}{'' if most == '1' else 's'} at once"]
         said = f"At {load}{_where(results)}, {', '.join(at_once + [' '.join(other) for other in others])}."
     if used:
         said += f" Of the KV memory, tokens filled {used} on average"
@@ -236,7 +243,7 @@ def _proof(results: Results, main: Variant, other: Variant) -> str:
     if not proven:
         pair = f"{results.name(main)} and {results.name(other)}"
         unproven = f"Between {pair} no difference in output tokens/s is proven"
-        if max(_room(contest.effect) for contest in judged) > _TELLING:
+        if max(room(contest.effect) for contest in judged) > TELLING:
             return f"{unproven}: the repeats differ too much ({pairs})."
         return f"{unproven}; if there is one, it is smaller than {_bounds(judged)} ({percent(LEVEL)} sure, {pairs})."
     decimals = ratio_decimals(contest.effect.low, contest.effect.high)
@@ -245,9 +252,9 @@ def _proof(results: Results, main: Variant, other: Variant) -> str:
     said = f"{start} ({percent(LEVEL)} interval {low} to {high}, {pairs})."
     last = judged[-1]
     if not last.proven:
-        room = _room(last.effect)
+        most = room(last.effect)
         bound = (
-            f"if there is one, it is smaller than {_bound(room)}" if room <= _TELLING else "the repeats differ too much"
+            f"if there is one, it is smaller than {_bound(most)}" if most <= TELLING else "the repeats differ too much"
         )
         said += f" At {last.load} no difference is proven; {bound}."
     return said
@@ -256,14 +263,8 @@ def _proof(results: Results, main: Variant, other: Variant) -> str:
 def _bounds(judged: Sequence[Contest]) -> str:
     """How large a difference the intervals leave room for: at each of a few loads, at any of many."""
     if len(judged) <= 3:
-        return listing([f"{_bound(_room(contest.effect))} at {contest.load}" for contest in judged])
-    return f"{_bound(max(_room(contest.effect) for contest in judged))} at each of the {len(judged)} loads"
-
-
-def _room(effect: Interval) -> float:
-    """The largest ratio in the interval, whichever of the two is ahead."""
-    assert effect.low and effect.high
-    return max(effect.high, 1 / effect.low)
+        return listing([f"{_bound(room(contest.effect))} at {contest.load}" for contest in judged])
+    return f"{_bound(max(room(contest.effect) for contest in judged))} at each of the {len(judged)} loads"
 
 
 def _bound(ratio: float) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_reports_runs import add, both, make, refused, serve
@@ -164,6 +165,25 @@ def test_a_title_claims_no_difference_that_is_not_proven(faster: float, tmp_path
     folder = both(tmp_path / "run", loads=[5], faster=faster)
     title = figures(folder, Results.of(folder))[0].title
     assert title.endswith("; no difference is proven") == (faster == 1.0)
+
+
+def test_many_variants_leave_the_title_short_and_are_defined(tmp_path: Path) -> None:
+    folder = both(tmp_path / "run", loads=[5], repeats=1, faster=1.5)
+    assert "+ prefix cache" not in render_report(folder) and ">samples<" not in render_report(folder)
+    for number, reserve in enumerate(("declared", "pow2", "oracle")):
+        add(folder, "contiguous", 5, 0, serve("contiguous", 5, 20, 0.2 + number / 10), reserve=reserve)
+    extras: list[dict[str, Any]] = [{"prefix_caching": True}, {"preemption": "swap"}]
+    for number, columns in enumerate(extras):
+        add(folder, "paged", 5, 0, serve("paged", 5, 20, 0.3), cell=f"p{number}", samples=1, **columns)
+    title = figures(folder, Results.of(folder))[0].title
+    assert title == (
+        "Paged reaches 75 output tokens/s, contiguous max 50, contiguous declared 25, 4 others less; "
+        "no difference is proven"
+    )
+    text = render_report(folder)
+    assert "+ static, + prefix cache, + swap" in text and "Paged + prefix cache" in text
+    assert len(re.findall("<svg", text)) == 8
+    Page(text)
 
 
 def test_the_numbers_behind_the_charts(tmp_path: Path) -> None:

@@ -260,6 +260,13 @@ def test_one_repeat_of_a_further_variant_proves_nothing(tmp_path: Path) -> None:
     )
 
 
+def test_an_interval_that_says_nothing_is_not_given(tmp_path: Path) -> None:
+    folder = with_more(speeds(tmp_path / "run", {5: [1.2, 1.2]}), ("paged", PREFIX, [0.5, 2.5]))
+    assert finding(folder).further == (
+        "At 5 users, the prefix cache made no proven difference to paged (the repeats differ too much)."
+    )
+
+
 def test_the_same_cell_once_more_is_held_against_the_first(tmp_path: Path) -> None:  # vllm#54227
     folder = speeds(tmp_path / "run", {5: [1.2, 1.2, 1.21]})
     for repeat in range(3):
@@ -380,3 +387,21 @@ def test_requests_without_an_answer_are_said_in_the_closing_words(tmp_path: Path
     add(folder, "paged", 5, 0, run)
     add(folder, "contiguous", 5, 0, serve("contiguous", 5, 20, 0.1))
     assert "With paged, 6 of 20 requests got no whole answer." in str(finding(folder))
+
+
+def test_many_variants_without_answers_are_one_sentence(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    for reserve, missing in (("max", 1), ("declared", 2), ("pow2", 7), ("oracle", 1)):
+        run = serve("contiguous", 5, 20, 0.1)
+        for record in run.requests[:missing]:
+            record.status, record.reason = "failed", "outgrew the whole KV pool"
+        add(folder, "contiguous", 5, 0, run, reserve=reserve)
+    assert finding(folder).caveat == (
+        "With 4 variants requests got no whole answer, most with contiguous pow2: 7 of 20."
+    )
+
+
+def test_several_samples_run_at_once(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run")
+    add(folder, "paged", 5, 0, serve("paged", 5, 20, 0.1), samples=4)
+    assert "paged ran 5 samples at once" in finding(folder).fixed

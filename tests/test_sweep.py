@@ -174,7 +174,8 @@ def test_a_prefix_cache_off_and_on_are_two_rows_of_one_run(capsys: pytest.Captur
     assert len(answers) == 1
     shown = capsys.readouterr()
     assert "compared  contiguous max, paged, paged + prefix cache" in shown.err
-    assert "Paged + prefix cache" in shown.out and "prefix\n" in shown.out.replace(" ", "").replace("tokens", "")
+    assert "Paged + prefix cache" in shown.out
+    assert {("3", "0"), ("3", "37")} <= {tuple(line.split()[:2]) for line in shown.out.splitlines()}
     assert "Paged + prefix cache" in (folder.path / "report.html").read_text()
 
 

@@ -35,8 +35,8 @@ DEFINITIONS = (
     ),
     (
         "samples",
-        "Answers drawn for each prompt. Each has its own latency and its own tokens; prompts and requests count once, and "
-        "a request is in time where all its samples are.",
+        "Answers drawn for each prompt. Each has its own latency and its own tokens; prompts and requests count once, "
+        "and a request is in time where all its samples are.",
     ),
     (
         "users, requests/s",

@@ -60,9 +60,9 @@ def _content(folder: RunFolder) -> dict[str, Any]:
     finding = find(results, folder.manifest)
     why, why_at = meters(results)
     columns = (*answer_columns(results), *pool_columns(results), *device_columns(results))
-    shown = {column.key for column in columns}
-    shown |= {EXTRAS} if any(variant.extras for variant in results.variants) else set()
-    shown |= {SAMPLES} if any(context.samples > 1 for context in results.contexts) else set()
+    terms = {column.key for column in columns}
+    terms |= {EXTRAS} if any(variant.extras for variant in results.variants) else set()
+    terms |= {SAMPLES} if any(context.samples > 1 for context in results.contexts) else set()
     content: dict[str, Any] = {
         "css": _css(),
         "run_name": folder.path.resolve().name,
@@ -82,7 +82,7 @@ def _content(folder: RunFolder) -> dict[str, Any]:
         "no_device_figures": no_device_figures(folder.manifest),
         "duels": duel_table(results),
         "cells": cell_table(results),
-        "definitions": definitions(shown),
+        "definitions": definitions(terms),
         "command": shlex.join(map(str, command)) if isinstance(command, list) and command else DASH,
     }
     names = {"tables": "By load", "memory": "Memory", "duels": "Side by side", "cells": "Every cell"}

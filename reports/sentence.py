@@ -61,7 +61,8 @@ def find(results: Results, manifest: Row) -> Finding:
 
 
 def _unanswered(results: Results) -> str:
-    """`With paged, 6 of 8 requests got no whole answer.`: what a cell that is ok may hide. Of many variants, the worst."""
+    """`With paged, 6 of 8 requests got no whole answer.`: what a cell that is ok may hide; of many variants the
+    worst."""
     missing: dict[str, tuple[int, int]] = {}
     for variant in results.variants:
         rows = [row for group in results.of_variant(variant) for row in group.ok]

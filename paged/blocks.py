@@ -54,8 +54,8 @@ class BlockPool:
         table = self._tables.get(sequence.id)
         if table is None:
             return self._begin(sequence, rows)
-        copied = self._to_be_copied(sequence, table, rows)
         more = max(0, self._count(rows) - len(table))
+        copied = bool(self._holders.partial) and self._to_be_copied(sequence, table, rows)
         if not (more or copied):
             return True
         if more + copied > self._available([]):
@@ -112,7 +112,7 @@ class BlockPool:
 
     def _to_be_copied(self, sequence: Sequence, table: list[int], rows: int) -> bool:
         """Whether the sequence is about to write into a block that others read."""
-        if not self._holders.partial or sequence.computed >= min(rows, len(table) * self.block_size):
+        if sequence.computed >= min(rows, len(table) * self.block_size):
             return False
         return table[sequence.computed // self.block_size] in self._holders.partial
 

@@ -155,11 +155,15 @@ class SweepConfig:
             raise KvbenchError(
                 f"--n {most} at --temperature 0 would give the same answer {most} times; set --temperature above 0"
             )
-        if most > self.max_sequences:
-            raise KvbenchError(
-                f"--n {most} samples of a request never run together in --max-num-seqs {self.max_sequences}; "
-                f"lower --n or raise --max-num-seqs to {most}"
-            )
+        for flag, seats in (
+            ("--max-num-seqs", self.max_sequences),
+            ("--max-num-batched-tokens", self.max_batched_tokens),
+        ):
+            if most > seats:
+                raise KvbenchError(
+                    f"--n {most} samples of a request never run together in {flag} {seats}; "
+                    f"lower --n or raise {flag} to {most}"
+                )
 
     def _check_dataset(self) -> None:
         if (self.dataset == "jsonl") != (self.dataset_path is not None):

@@ -157,6 +157,13 @@ def prepare(config: SweepConfig) -> Job:
     model_load_s = time.perf_counter() - started_s
     per_token = model.kv.bytes_per_token(model.dtype.itemsize)
     pool_bytes = config.kv_bytes or _default_pool(config, device, plan, max_model_len, per_token, choices)
+    limits = Limits(
+        max_model_len,
+        config.max_batched_tokens,
+        config.max_sequences,
+        config.overflow == "truncate",
+        config.request_timeout_s,
+    )
     job = Job(
         config=config,
         device=device,
@@ -167,15 +174,9 @@ def prepare(config: SweepConfig) -> Job:
                 _whole_blocks("--kv-memory", pool_bytes, per_token, config.block_size),
                 config.block_size,
                 max_model_len,
-                swap_tokens=_swap_tokens(config, per_token, choices),
+                swap_tokens=_swap_tokens(config, per_token, limits, choices),
             ),
-            Limits(
-                max_model_len,
-                config.max_batched_tokens,
-                config.max_sequences,
-                config.overflow == "truncate",
-                config.request_timeout_s,
-            ),
+            limits,
             config.save_tokens,
         ),
         datasets=datasets,
@@ -198,8 +199,9 @@ def _whole_blocks(flag: str, size_bytes: int, per_token: int, block_size: int) -
     return tokens
 
 
-def _swap_tokens(config: SweepConfig, per_token: int, choices: dict[str, str]) -> int:
-    """The rows of host memory that those get who swap; 0 where nobody does."""
+def _swap_tokens(config: SweepConfig, per_token: int, limits: Limits, choices: dict[str, str]) -> int:
+    """The rows of host memory that those get who swap, no more than all that can run at once could fill; 0 where nobody
+    swaps."""
     import torch
 
     from kvbench.engine.environment import available_bytes
@@ -212,7 +214,11 @@ def _swap_tokens(config: SweepConfig, per_token: int, choices: dict[str, str]) -
         size_bytes = min(SWAP_BYTES, int(available * SWAP_SHARE))
         of_what = f"{SWAP_SHARE:.0%} of the {available / 2**30:.1f} GiB of host memory that are available"
         choices["swap_space"] = "as vLLM's default" if size_bytes == SWAP_BYTES else of_what
-    return _whole_blocks("--swap-space", size_bytes, per_token, config.block_size)
+    tokens = _whole_blocks("--swap-space", size_bytes, per_token, config.block_size)
+    most = limits.seats * -(-limits.max_model_len // config.block_size) * config.block_size
+    if tokens > most:
+        choices["swap_space"] = f"{limits.seats} sequences of full length: no more can ever have run"
+    return min(tokens, most)
 
 
 def _torch(dtype: str) -> Any:

@@ -101,7 +101,7 @@ def sweep(
     ] = None,
     num_warmups: Annotated[int, typer.Option(help="Requests before the first cell.")] = 4,
     repeats: Annotated[
-        int | None, typer.Option(help="Independent repeats of every point; default: 2 to 5, as time allows.")
+        int | None, typer.Option(help="Independent repeats of every point; default: 2 to 6, as time allows.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first repeat.")] = 0,
     slo: Annotated[list[str] | None, typer.Option(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,

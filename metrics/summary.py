@@ -23,7 +23,7 @@ def summarise(
 
     `price_usd_per_hour` is that of one card, `cards` how many served the run. Requests belong to the window they were
     scheduled in and are followed to their end, tokens to the one their time stamp lies in. Latencies are those of each
-    sample; whatever counts requests counts one of several samples once, by the worst that became of them.
+    sample; whatever counts requests counts one of several samples once: as finished where all of them are.
     """
     assert price_usd_per_hour is None or 0 <= price_usd_per_hour < math.inf, price_usd_per_hour
     assert cards >= 1, cards

@@ -19,6 +19,7 @@ SHOWN_WITH = {
     "external events": "external_fragmentation_events",
     "swapped rows": "swapped_tokens_peak",
     "KV arena": "kv_arena_bytes",
+    "swap space": "swap_space_bytes",
     "torch's figures": "device_reserved_bytes_peak",
     "process": "host_rss_bytes_peak",
 }
@@ -70,7 +71,7 @@ DEFINITIONS = (
     ),
     (
         "KV shared",
-        "1 − rows that hold tokens ÷ the same rows counted once for each request that reads them: time-weighted mean.",
+        "1 − rows that hold tokens ÷ the same rows counted once for each answer that reads them: time-weighted mean.",
     ),
     (
         "blocks saved",
@@ -98,12 +99,17 @@ DEFINITIONS = (
         "Rows of preempted requests in the host's memory, outside the pool: the most at once, the largest of the "
         "repeats.",
     ),
-    ("preempted", "How often a running request lost its memory and was computed again: mean per repeat."),
-    ("peak running", "The most requests that ran at once, the largest of the repeats."),
+    (
+        "preempted",
+        "How often a running request, or one of its samples, lost its memory, to be computed again or swapped back: "
+        "mean per repeat.",
+    ),
+    ("peak running", "The most answers that were in the making at once, the largest of the repeats."),
     (
         "KV arena",
         "Bytes of keys and values for the rows of the pool and one block of padding, the same for each backend.",
     ),
+    ("swap space", "Bytes of host memory for the rows of those that were preempted."),
     (
         "torch's figures",
         "Of its allocator on the GPU. Requested: what code asked for. Allocated: the same in whole blocks. Active: "

@@ -10,6 +10,8 @@ BETTER = "better"
 WORSE = "worse"
 UNPROVEN = "no proven difference"
 
+BETWEEN, WITHIN = "between repeats", "within one repeat"
+
 P99_SAMPLES = 299
 """A p99 of fewer samples is flagged: with 299, one of them lies beyond the true p99 with a probability of 95 %."""
 
@@ -17,13 +19,15 @@ P99_SAMPLES = 299
 @dataclass(frozen=True, slots=True)
 class Interval:
     """An estimate with its confidence interval. `value` is None without samples, `low` and `high` below two ("needs
-    two repeats"). `n` samples were used, `dropped` were undefined and left out."""
+    two repeats"). `n` samples were used, `dropped` were undefined and left out. The samples are repeats (BETWEEN), or
+    the batches of a single one (WITHIN)."""
 
     value: float | None
     low: float | None
     high: float | None
     n: int
     dropped: int
+    over: str = BETWEEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,13 @@ class Results:
 
     def shared_loads(self, variants: Iterable[Variant]) -> list[LoadPoint]:
         """The loads at which all of them ran, at the middle context."""
+        return [load for load, context in self.shared_points(variants) if context == self.middle]
+
+    def shared_points(self, variants: Iterable[Variant]) -> list[tuple[LoadPoint, Context]]:
+        """The loads and contexts at which all of them ran."""
         variants = list(variants)
-        return [load for load in self.loads if all(self.at(variant, load, self.middle).ok for variant in variants)]
+        points = [(load, context) for context in self.contexts for load in self.loads]
+        return [point for point in points if all(self.at(variant, *point).ok for variant in variants)]
 
 
 def one_window(rows: Sequence[Row]) -> list[Row]:
@@ -165,10 +170,14 @@ def one_window(rows: Sequence[Row]) -> list[Row]:
 
 def compare(a: Group, b: Group, column: str, *, level: float, higher_is_better: bool = True) -> Comparison:
     """How many times `a` is `b`, paired by seed: a repeat that only one of them has is no pair."""
+    return paired_ratio(*paired(a, b, column), higher_is_better=higher_is_better, level=level)
+
+
+def paired(a: Group, b: Group, column: str) -> list[list[Any]]:
+    """A column of both, of the repeats whose seed both have, in the same order."""
     by_seed = [{row.get("seed"): row.get(column) for row in group.ok} for group in (a, b)]
     seeds = [seed for seed in by_seed[0] if seed in by_seed[1]]
-    pairs = [[values[seed] for seed in seeds] for values in by_seed]
-    return paired_ratio(*pairs, higher_is_better=higher_is_better, level=level)
+    return [[values[seed] for seed in seeds] for values in by_seed]
 
 
 def _variants(rows: Sequence[Row]) -> list[Variant]:

@@ -37,7 +37,7 @@ def made_up(name: str, seeds: dict[int, float], rng: Generator, slower: float = 
                 factor *= 1 - slower if metric.higher_is_better else 1 / (1 - slower)
             row[metric.key] = (0.5 if metric.difference else 100.0) * factor
         rows.append(row)
-    rng.shuffle(rows)  # type: ignore[arg-type]
+    rng.shuffle(rows)
     return Side(name, rows)
 
 

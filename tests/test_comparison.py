@@ -48,7 +48,7 @@ def test_the_p_value_and_the_interval_say_the_same() -> None:
 
 
 def test_holm_by_hand() -> None:
-    """0.01 < 0.05 / 4 and 0.015 < 0.05 / 3 are rejected, 0.03 is not below 0.05 / 2, and 0.04 has no chance any more."""
+    """0.01 < 0.05 / 4 and 0.015 < 0.05 / 3 are rejected, 0.03 is not below 0.05 / 2, so 0.04 has no chance either."""
     levels = holm_levels([0.04, 0.01, None, 0.03, 0.015])
     assert levels == pytest.approx([1 - 0.05 / 2, 1 - 0.05 / 4, 0.95, 1 - 0.05 / 2, 1 - 0.05 / 3])
     assert holm_levels([]) == []
@@ -123,7 +123,7 @@ def test_compare_and_report_say_the_same(faster: float, tmp_path: Path) -> None:
 def test_paged_is_held_against_contiguous_and_what_is_added_against_what_it_is_added_to(tmp_path: Path) -> None:
     folder = both(tmp_path / "run", loads=[5])
     for repeat in range(3):
-        add(folder, "paged", 5, repeat, serve("paged", 5, 20, 0.05), cell=f"p{repeat}", prefix_caching=True)
+        add(folder, "paged", 5, repeat, serve("paged", 5, 20, 0.05), cell=f"paged-z{repeat}", prefix_caching=True)
     outcome = compare_variants(Results.of(folder), "run", PRIMARY_METRIC)
     matches = [(one.match.new_name, one.match.base_name) for one in outcome.judged if one.primary]
     assert matches == [("paged", "contiguous"), ("paged + prefix cache", "paged")]

@@ -191,7 +191,7 @@ def checks(folder: RunFolder, results: Results) -> list[Check]:
     found += _incomplete(results)
     if results.ok:
         found += [_requests(results), *_rates(results), *_tail(results), *_objectives(folder.manifest, results)]
-        found += [_repeats(results), *_spread(results), *_windows(results)]
+        found += [_repeats(results), *_until(folder.manifest), *_spread(results), *_windows(results)]
     return found
 
 
@@ -278,6 +278,17 @@ def _repeats(results: Results) -> Check:
     if most < 2:
         return Check(WARNING, "one repeat: no speed is proven (--repeats 5 would)")
     return Check(GOOD, f"{most} repeats, paired by seed")
+
+
+def _until(manifest: Row) -> list[Check]:
+    """Of a run that repeats until its intervals are narrow: whether they are."""
+    found = facts(manifest, "until_ci")
+    if not found:
+        return []
+    within = f"within ± {percent(found['share'], 1)} after {count(found['repeats'], 'repeat')}"
+    if found.get("reached"):
+        return [Check(GOOD, f"every interval of out tok/s is {within}")]
+    return [Check(WARNING, f"not every interval of out tok/s is {within}: {listing(found['wide'])}")]
 
 
 def _windows(results: Results) -> list[Check]:

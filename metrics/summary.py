@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run
 from kvbench.metrics.slo import ATTAINMENT_TARGET, DEFAULT_SLOS, Slo
 from kvbench.metrics.stats import P99_SAMPLES, percentile
-from kvbench.metrics.window import STEADY, TOTAL, Window, steady, total
+from kvbench.metrics.window import STEADY, TOTAL, Window, last_seen_s, steady, total
 
 Number = float | int | str | None
 
@@ -184,6 +185,7 @@ def _counts(run: Run) -> dict[str, Number]:
         "preemptions": sum(request.preemptions for request in requests),
         "swaps": sum(request.swaps for request in requests),
         "peak_running": max((step.running for step in run.steps), default=0),
+        "peak_in_flight": _peak_in_flight(run),
         "requests_submitted": len(asked),
         **ends,
         "cached_tokens_total": sum(request.cached_tokens for request in requests),
@@ -197,6 +199,19 @@ def _counts(run: Run) -> dict[str, Number]:
         "external_fragmentation_events": run.external_fragmentation_events,
         "steps": len(run.steps),
     }
+
+
+def _peak_in_flight(run: Run) -> int:
+    """The most requests that were sent and had not ended at once, by the exact moments: one that ends when another is
+    sent makes room for it. One that failed is in flight until it was last seen, an unfinished one to the end."""
+    moments = []
+    for samples in _asked(run.requests):
+        sent_s = min(one.sent_s for one in samples)
+        end_s = max(run.end_s if one.status == UNFINISHED else last_seen_s(one) for one in samples)
+        if sent_s < end_s:
+            moments += [(sent_s, 1), (end_s, -1)]
+    moments.sort()
+    return max(itertools.accumulate((step for _, step in moments)), default=0)
 
 
 def _prefix_hit_rate(requests: Sequence[RequestRecord]) -> float | None:

@@ -95,10 +95,10 @@ def _settled(run: Run, load: LoadPoint) -> tuple[float | None, str]:
     members = [request for request in run.requests if request.request in set(opening)]
     if not members or any(request.status == UNFINISHED for request in members):
         return None, "not every opening request ended"
-    return max(_last_seen_s(request) for request in members), ""
+    return max(last_seen_s(request) for request in members), ""
 
 
-def _last_seen_s(request: RequestRecord) -> float:
+def last_seen_s(request: RequestRecord) -> float:
     """Its last token, or where it never had one the last moment known of it."""
     return max(
         at_s for at_s in (request.scheduled_s, request.sent_s, request.admitted_s, request.last_s) if at_s is not None

@@ -14,6 +14,7 @@ from kvbench.engine.shapes import SHAPES, find_shape
 from kvbench.engine.types import Request, Sampling
 from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Context, LoadPoint
+from kvbench.metrics.precision import REPEATS_CAP
 from kvbench.workloads.arrivals import schedule
 from kvbench.workloads.datasets import Dataset, RandomTokens
 from kvbench.workloads.grid import Cell, cells
@@ -107,7 +108,7 @@ class Job:
     def enough(self, cell: Cell, elapsed_s: float) -> bool:
         """Whether to stop before `cell`, the first of its repeat: the user asked for no number of repeats, there are
         enough of them, and one more would not fit `PATIENCE_S`. Only time decides, never a result."""
-        if self.config.repeats is not None or cell.repeat < FEWEST_REPEATS:
+        if self.config.repeats is not None or self.config.until_ci is not None or cell.repeat < FEWEST_REPEATS:
             return False
         return elapsed_s * (cell.repeat + 1) / cell.repeat > PATIENCE_S
 
@@ -143,7 +144,8 @@ def prepare(config: SweepConfig) -> Job:
     contexts = _contexts(config, device)
     datasets = _datasets(config, contexts, hf_config, tokenizer, choices)
     max_model_len = config.max_model_len or _longest(config, datasets, source, hf_config, choices)
-    plan = cells(config.variants, loads, contexts, config.repeats or REPEATS, config.seed)
+    repeats = config.repeats or (REPEATS_CAP if config.until_ci else REPEATS)
+    plan = cells(config.variants, loads, contexts, repeats, config.seed)
     weighted = unpack(source, _torch(dtype)) if source.gguf and config.weights == "auto" else source
     started_s = time.perf_counter()
     model = load_model(

@@ -34,7 +34,9 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     footprint = Footprint(job.stack.model.device)
     try:
         run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
-        numbers = dict(summarise(run, slos=job.config.slos, price_usd_per_hour=job.config.price_usd_per_hour))
+        numbers = dict(
+            summarise(run, load=cell.load, slos=job.config.slos, price_usd_per_hour=job.config.price_usd_per_hour)
+        )
         status, reason = _verdict(run, load.remaining, timeout_s)
     except CellError as error:
         status, reason = error.status, str(error)

@@ -103,6 +103,10 @@ def sweep(
     repeats: Annotated[
         int | None, typer.Option(help="Independent repeats of every point; default: 2 to 6, as time allows.")
     ] = None,
+    until_ci: Annotated[
+        str | None,
+        typer.Option(help="Repeat until every interval of out tok/s is within ± this, as 5%; --repeats is the most."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first repeat.")] = 0,
     slo: Annotated[list[str] | None, typer.Option(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
     goodput: Annotated[str | None, typer.Option(help="Alias: ttft:1500,tpot:50 (each request).")] = None,
@@ -160,6 +164,7 @@ def sweep(
         prompts=num_prompts,
         warmups=num_warmups,
         repeats=repeats,
+        until_ci=flags.parse_share(until_ci, "--until-ci"),
         seed=seed,
         slos=flags.parse_objectives(slo or [], goodput),
         temperature=temperature,

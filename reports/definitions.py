@@ -46,8 +46,16 @@ DEFINITIONS = (
     ),
     (
         "out tok/s",
-        "Output tokens of the window ÷ its seconds, those of unfinished requests included. The total window runs from "
-        "the first request scheduled to the last event.",
+        "Output tokens of the window ÷ its seconds, those of unfinished requests included.",
+    ),
+    (
+        "window",
+        "What rates, latencies, in time and memory speak of; counts are of the whole run. Total: first request "
+        "scheduled to last event. Steady: from when every opening request of a closed loop has ended (of an open loop: "
+        "when the first answer is whole), and not before the last change in output tokens per interval, to when the "
+        "last request is asked. Tokens belong to the window of their time stamp, requests to the one they were "
+        "scheduled in. A load is told by its steady window where every cell of it has one, of at least 30 requests and "
+        "three mean durations of a request, else by the total one; cells.csv has both.",
     ),
     (
         "TTFT, time to first token",
@@ -127,7 +135,9 @@ DEFINITIONS = (
     (
         "95 % interval",
         "Between repeats, mean ± t(n − 1) · s ÷ √n. Of a ratio: the same on its logarithm, paired by seed, and wider "
-        "the more ratios a run compares, so that all of them hold together (Bonferroni). One repeat has none.",
+        "the more ratios a run compares, so that all of them hold together (Bonferroni). One repeat has none but that "
+        "of out tok/s within its steady window: the same over 10 to 30 equal parts whose neighbours do not hang "
+        "together (batch means).",
     ),
     ("proven", "The interval of the ratio leaves out 1. Otherwise there is no proven difference."),
     ("failed", "Failed cells and requests carry no number. They are counted, never averaged as 0."),

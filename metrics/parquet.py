@@ -18,7 +18,7 @@ Row = TypeVar("Row", RequestRecord, StepRecord, SampleRecord, Hold)
 
 _NOT_ALWAYS = (
     *("prompt_token_ids", "output_token_ids"),
-    *("asked_tokens", "told_tokens", "streamed_tokens", "chunks", "empty_chunks"),
+    *("asked_tokens", "told_tokens", "told_cached_tokens", "streamed_tokens", "chunks", "empty_chunks"),
 )
 """Columns of requests that are left out where nothing is known: unsaved tokens, and what only a server brings."""
 _REQUEST_COLUMNS = (
@@ -34,7 +34,7 @@ def write_run(folder: Path, run: Run) -> None:
     """
     import pyarrow.parquet as pq
 
-    requests = _table(RequestRecord, run.requests)
+    requests = _requests(run)
     unsaved = [name for name in _NOT_ALWAYS if requests[name].null_count == len(requests)]
     requests = requests.drop_columns(unsaved)
     requests = requests.select([*_REQUEST_COLUMNS, *(n for n in requests.column_names if n not in _REQUEST_COLUMNS)])
@@ -45,6 +45,19 @@ def write_run(folder: Path, run: Run) -> None:
             pq.write_table(table, file)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _requests(run: Run) -> pa.Table:
+    """A row a request; of a server null where nobody knows."""
+    import pyarrow as pa
+
+    requests = _table(RequestRecord, run.requests)
+    if run.remote:
+        unknown = pa.nulls(len(requests), pa.int64())
+        known = {"cached_tokens": requests["told_cached_tokens"], "preemptions": unknown, "swaps": unknown}
+        for name, column in known.items():
+            requests = requests.set_column(requests.column_names.index(name), name, column)
+    return requests
 
 
 def _steps(run: Run) -> pa.Table:
@@ -63,12 +76,13 @@ def _steps(run: Run) -> pa.Table:
 
 
 def read_rows(folder: Path, name: str, kind: type[Row]) -> list[Row]:
-    """The rows of `name`.parquet; columns beside the record's own are left out."""
+    """The rows of `name`.parquet; columns beside the record's own are left out, and what is null is as by default."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(folder / f"{name}.parquet")
     own = [field.name for field in fields(kind) if field.name in table.column_names]
-    return [kind(**row) for row in table.select(own).to_pylist()]
+    rows = table.select(own).to_pylist()
+    return [kind(**{name: value for name, value in row.items() if value is not None}) for row in rows]
 
 
 def _table(kind: type[Row], rows: Sequence[object]) -> pa.Table:

@@ -26,10 +26,10 @@ class RequestRecord:
     admission; what it finds again after a preemption counts for nothing, and what a sample has of the one that computed
     the prompt neither. In `swaps` of the `preemptions` its rows went to host memory, in the others they were given up.
 
-    A server does not tell when it admitted a request nor what it preempted, and not always what it found in memory:
-    None. Only against one there are `asked_tokens` of the prompt as the workload drew it (`input_tokens` is then what
-    the server counted, where it says), `told_tokens` of output by its usage, `streamed_tokens` by the token ids in its
-    stream, and `chunks` of the stream that brought tokens and `empty_chunks` that brought nothing.
+    Only of a server's answer there are `asked_tokens` of the prompt as the workload drew it (`input_tokens` is then
+    what the server counted, where it says), `told_tokens` of output and `told_cached_tokens` by its usage (None: it
+    told none), `streamed_tokens` by the token ids in its stream, and `chunks` that brought tokens and `empty_chunks`
+    that brought nothing. Nobody knows its preemptions and swaps; in files they are null, not 0.
     """
 
     request: int
@@ -43,16 +43,17 @@ class RequestRecord:
     last_s: float | None = None
     token_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
-    cached_tokens: int | None = 0
+    cached_tokens: int = 0
     truncated_tokens: int = 0
-    preemptions: int | None = 0
-    swaps: int | None = 0
+    preemptions: int = 0
+    swaps: int = 0
     status: str = UNFINISHED
     reason: str = ""
     prompt_token_ids: list[int] | None = None
     output_token_ids: list[int] | None = None
     asked_tokens: int | None = None
     told_tokens: int | None = None
+    told_cached_tokens: int | None = None
     streamed_tokens: int | None = None
     chunks: int | None = None
     empty_chunks: int | None = None

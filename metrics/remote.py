@@ -38,8 +38,8 @@ def remote_summary(run: Run, requests: Sequence[RequestRecord], window: Window) 
     whole = [request for request in requests if request.status == FINISHED]
     lags = [request.sent_s - request.scheduled_s for request in asked]
     service = [request.first_s - request.sent_s for request in whole if request.first_s is not None]
-    cached = [request for request in asked if request.cached_tokens is not None and request.status == FINISHED]
-    found = sum(request.cached_tokens or 0 for request in cached)
+    cached = [request for request in asked if request.told_cached_tokens is not None]
+    found = sum(request.cached_tokens for request in cached)
     return {
         **{f"send_lag_p{q}_s": stats.percentile(lags, q) for q in (50, 99)},
         **{f"service_ttft_p{q}_s": stats.percentile(service, q) for q in (50, 99)},

@@ -132,12 +132,12 @@ def _counts(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict
     tokens_in, tokens_out = _tokens(run, window)
     steps = [step for step in run.steps if step.end_s in window]
     return {
-        "preemptions": sum(request.preemptions or 0 for request in requests),
-        "swaps": sum(request.swaps or 0 for request in requests),
+        "preemptions": sum(request.preemptions for request in requests),
+        "swaps": sum(request.swaps for request in requests),
         "peak_running": max((step.running for step in steps), default=0),
         "requests_submitted": len(asked),
         **ends,
-        "cached_tokens_total": sum(request.cached_tokens or 0 for request in requests),
+        "cached_tokens_total": sum(request.cached_tokens for request in requests),
         "prefix_hit_rate": _prefix_hit_rate(requests),
         "requests_truncated": sum(samples[0].truncated_tokens > 0 for samples in asked),
         "requests_one_token": sum(
@@ -158,7 +158,7 @@ def _prefix_hit_rate(requests: Sequence[RequestRecord]) -> float | None:
     looked."""
     admitted = [request for request in requests if request.admitted_s is not None and request.sample == 0]
     asked = sum(request.input_tokens for request in admitted)
-    return sum(request.cached_tokens or 0 for request in admitted) / asked if asked else None
+    return sum(request.cached_tokens for request in admitted) / asked if asked else None
 
 
 def _asked(requests: Sequence[RequestRecord]) -> list[list[RequestRecord]]:

@@ -144,7 +144,7 @@ class Answer:
     def _record(
         self, sample: int, times: list[float], chunks: int, status: str, reason: str, end_s: float, save_tokens: bool
     ) -> RequestRecord:
-        request, ids = self.request, self._ids.get(sample)
+        request, ids, cached = self.request, self._ids.get(sample), self._cached if sample == 0 else None
         if status == FINISHED and not times:
             status, reason = FAILED, str(Fault(EMPTY, "the answer has no token"))
         return RequestRecord(
@@ -158,14 +158,13 @@ class Answer:
             last_s=times[-1] if times else None,
             token_s=times,
             output_tokens=len(times),
-            cached_tokens=self._cached if sample == 0 else 0,
-            preemptions=None,
-            swaps=None,
+            cached_tokens=cached or 0,
             status=status,
             reason=self._reasons.get(sample, "stop") if status == FINISHED else reason,
             prompt_token_ids=list(request.prompt) if save_tokens else None,
             output_token_ids=ids if save_tokens else None,
             asked_tokens=len(request.prompt),
+            told_cached_tokens=cached,
             told_tokens=None if self._total is None else len(times),
             streamed_tokens=None if ids is None else len(ids),
             chunks=chunks,

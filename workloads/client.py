@@ -74,7 +74,7 @@ class _Client:
         self._readings: list[tuple[float, Counters]] = []
 
     async def run(self) -> Run:
-        async with open_session() as session:
+        async with open_session(self._endpoint.url) as session:
             watch, first = None, None
             if self._endpoint.counts:
                 first = await self._read(session)

@@ -160,11 +160,15 @@ def base_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1').rstrip('/')}"
 
 
-def open_session() -> aiohttp.ClientSession:
-    """As many connections as the load asks for: a request never waits in here for another one's end."""
+def open_session(url: str) -> aiohttp.ClientSession:
+    """As many connections as the load asks for: a request never waits in here for another one's end. Certificates are
+    checked against the system's, or those of `SSL_CERT_FILE`."""
+    import ssl
+
     import aiohttp
 
-    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_S)
+    trust = ssl.create_default_context() if url.startswith("https:") else True
+    connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_S, ssl=trust)
     return aiohttp.ClientSession(
         connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
@@ -186,7 +190,7 @@ def connect(
 async def _connect(url: str, kind: str, first: Request, model: str | None, decode: Decode | None) -> Endpoint:
     key = api_key()
     endpoint = Endpoint(url, kind, "", WAYS[0], decode=decode, key=key)
-    async with open_session() as session:
+    async with open_session(url) as session:
         listed = await _models(session, endpoint)
         served = _chosen(url, listed, model)
         endpoint = replace(

@@ -7,6 +7,8 @@ line that is no field of the standard and an event beyond `MOST_BYTES` are fault
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvbench.workloads.faults import MALFORMED, OVERSIZED, Fault
 
 MOST_BYTES = 4 * 2**20
@@ -16,30 +18,28 @@ _FIELDS = (b"data", b"event", b"id", b"retry")
 
 
 class Events:
-    """The events of one response. Feed it bytes as they come; each call returns the data of the events now complete."""
+    """The events of one response. Feed it bytes as they come; each call gives the data of the events now complete, all
+    that came before a fault first."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
         self._size = 0
 
-    def feed(self, chunk: bytes) -> list[bytes]:
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
         """Raises Fault where the stream is no event stream."""
         *lines, self._rest = _lines(self._rest + chunk)
-        found = []
         for line in lines:
             if line:
                 self._line(line)
             elif self._data:
-                found.append(self._take())
+                yield self._take()
         if self._size + len(self._rest) > MOST_BYTES:
             raise Fault(OVERSIZED, f"an event of more than {MOST_BYTES:,} bytes")
-        return found
 
-    def close(self) -> list[bytes]:
+    def close(self) -> Iterator[bytes]:
         """What was left when the stream ended: some servers spare the last blank line."""
-        found = self.feed(b"\n") if self._rest else []
-        return [*found, *([self._take()] if self._data else [])]
+        yield from self.feed(b"\n\n")
 
     def _line(self, line: bytes) -> None:
         name, _, value = line.partition(b":")

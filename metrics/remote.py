@@ -1,6 +1,7 @@
 """What there is to say of a run against a server: when requests were sent, how they failed, what the server told.
 
-What a server does not tell is None, never 0. These columns take the place of those that only an engine can fill.
+What a server does not tell is None, never 0. These columns come after those of any run, and take the place of the ones
+that only an engine can fill.
 """
 
 from __future__ import annotations
@@ -20,47 +21,57 @@ ERRORS = "errors_"
 """How the columns begin that count the requests of one kind of fault."""
 
 
-def remote_summary(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict[str, Number]:
-    """The columns of a server's cell, of the `requests` of the window.
+def remote_window(run: Run, requests: Sequence[RequestRecord], window: Window) -> dict[str, Number]:
+    """What is said of a window, of the `requests` that belong to it.
 
-    send_lag            sent - scheduled, of every request that was due        p50, p99
-    service_ttft        first - sent, of those that finished                   p50, p99
-    kv_cache_usage      held / pool by the server's own word                   time-weighted mean, peak
+    send_lag         sent - scheduled, of every request that was due           p50, p99
+    service_ttft     first - sent, of those that finished                      p50, p99
+    kv_cache_usage   held / pool by the server's own word                      time-weighted mean, peak
+    prefix_hit_rate  input tokens found in memory / input tokens, where told
+    """
+    asked = [request for request in requests if request.sample == 0]
+    lags = [request.sent_s - request.scheduled_s for request in asked]
+    service = [one.first_s - one.sent_s for one in requests if one.status == FINISHED and one.first_s is not None]
+    cached = [request for request in asked if request.told_cached_tokens is not None]
+    return {
+        **{f"send_lag_p{q}_s": stats.percentile(lags, q) for q in (50, 99)},
+        **{f"service_ttft_p{q}_s": stats.percentile(service, q) for q in (50, 99)},
+        "prefix_hit_rate": _ratio(sum(one.cached_tokens for one in cached), sum(one.input_tokens for one in cached)),
+        **_usage_of_memory([sample for sample in run.samples if sample.end_s in window]),
+    }
+
+
+def remote_counts(run: Run) -> dict[str, Number]:
+    """What happened how often in the whole run.
+
     requests_stopped    finished, but not because they had the length asked for
     usage_missing       answers without a usage, whose tokens were counted in the stream
     usage_differences   answers whose stream shows other tokens than its usage
     prompt_differences  answers whose prompt the server counted differently
-    counters_*          tokens by the server's counters - tokens by its usage, of the whole run
+    counters_*          tokens by the server's counters - tokens by its usage
     errors_<kind>       requests that failed or timed out, by kind
     """
-    samples = [sample for sample in run.samples if sample.end_s in window]
-    asked = [request for request in requests if request.sample == 0]
-    whole = [request for request in requests if request.status == FINISHED]
-    lags = [request.sent_s - request.scheduled_s for request in asked]
-    service = [request.first_s - request.sent_s for request in whole if request.first_s is not None]
-    cached = [request for request in asked if request.told_cached_tokens is not None]
-    found = sum(request.cached_tokens for request in cached)
+    whole = [request for request in run.requests if request.status == FINISHED]
+    cached = [request for request in run.requests if request.told_cached_tokens is not None]
     return {
-        **{f"send_lag_p{q}_s": stats.percentile(lags, q) for q in (50, 99)},
-        **{f"service_ttft_p{q}_s": stats.percentile(service, q) for q in (50, 99)},
-        "preemptions": _total(sample.preemptions for sample in samples),
+        "preemptions": _total(sample.preemptions for sample in run.samples),
         "swaps": None,
-        "peak_running": max((sample.running for sample in samples if sample.running is not None), default=None),
-        "peak_waiting": max((sample.waiting for sample in samples if sample.waiting is not None), default=None),
-        "cached_tokens_total": found if cached else None,
-        "prefix_hit_rate": found / sum(request.input_tokens for request in cached) if cached else None,
+        "peak_running": max((sample.running for sample in run.samples if sample.running is not None), default=None),
+        "peak_waiting": max((sample.waiting for sample in run.samples if sample.waiting is not None), default=None),
+        "cached_tokens_total": sum(request.cached_tokens for request in cached) if cached else None,
         "external_fragmentation_events": None,
         "steps": None,
-        **_usage_of_memory(samples),
         "requests_stopped": sum(request.reason != "length" for request in whole),
         "usage_missing": sum(request.told_tokens is None for request in whole),
         "usage_differences": sum(map(_contradicts, whole)),
-        "prompt_differences": sum(
-            request.sample == 0 and request.input_tokens != request.asked_tokens for request in whole
-        ),
+        "prompt_differences": sum(one.sample == 0 and one.input_tokens != one.asked_tokens for one in whole),
         **_by_counters(run),
-        **_errors(asked),
+        **_errors(request for request in run.requests if request.sample == 0),
     }
+
+
+def _ratio(part: int, of: int) -> float | None:
+    return part / of if of else None
 
 
 def kind(reason: str) -> str:

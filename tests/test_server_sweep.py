@@ -156,21 +156,15 @@ def test_what_cannot_be_a_server_is_refused_before_anything_runs(capsys: pytest.
 
 
 def test_a_slow_client_is_named() -> None:
-    """Hand-made rows: a send lag p99 of 20 ms beside a median TTFT of 100 ms, and beside one of 1 s."""
+    """vllm#39963. Hand-made rows: a send lag p99 of 20 ms beside a median TTFT of 100 ms, and beside one of 1 s."""
     for ttft_s, named in ((0.1, True), (1.0, False)):
         folder = RunFolder.create(f"run-{ttft_s}", {})
         row = {"backend": "server", "concurrency": 2, "repeat": 0, "seed": 0, "status": "ok", "window": "total"}
         numbers = {"ttft_p50_s": ttft_s, "send_lag_p99_s": 0.02, "output_tokens_per_s": 9.0, "requests_submitted": 9}
         folder.write_cell("server-c2-r0", {**row, **numbers})
         said = [check.text for check in checks(folder, Results.of(folder)) if "client was the limit" in check.text]
-        assert (
-            said
-            == [
-                "the client was the limit in 1 cell: 1 % of requests left 20.0 ms late or more (server at 2 users), which "
-                "counts as the server's TTFT; give the client more CPU or a smaller load"
-            ]
-            * named
-        )
+        assert bool(said) == named
+        assert not named or "1 % of requests left 20.0 ms late or more (server at 2 users)" in said[0]
 
 
 WORDS = 199
@@ -189,7 +183,7 @@ def worded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(5)
     AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(folder)
     template = "{% for message in messages %}w1 {{ message.content }} {% endfor %}w2"
     (folder / "chat_template.jinja").write_text(template)

@@ -32,6 +32,7 @@ from kvbench.cli.stack import SERVER
 from kvbench.engine.environment import cpu_in_use, find_device, unusable_gpu, versions
 from kvbench.errors import KvbenchError
 from kvbench.metrics.store import RunFolder, refuse_used
+from kvbench.workloads.client import PATIENCE_S
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -171,6 +172,7 @@ def _announce(job: Job, say: Console) -> None:
         "device": f"{job.device.name}, {_cores(job)}",
         **(_model(job) if job.stack.loaded else {"model": f"{job.source.name}, on the server only"}),
         "server": described(endpoint) if endpoint else "",
+        "request_timeout": _patience(job) if endpoint else "",
         "compared": ", ".join(dict.fromkeys(str(cell.variant) for cell in job.cells)),
         "kv_memory": f"{_size(job, cache.pool_tokens)}, the same for each backend" if job.stack.loaded else "",
         "swap_space": f"{_size(job, cache.swap_tokens)} of host memory" if cache.swap_tokens else "",
@@ -183,6 +185,12 @@ def _announce(job: Job, say: Console) -> None:
             continue
         reason = f"  ({job.choices[name]})" if name in job.choices else ""
         say.print(f"{name.replace('_', ' '):>14}  {line}{reason}", markup=False, soft_wrap=True)
+
+
+def _patience(job: Job) -> str:
+    """How long a request may take; a server is never waited for without an end."""
+    told = job.config.request_timeout_s
+    return f"{told or PATIENCE_S:g} s{'' if told else ', of the server only; --request-timeout sets your own'}"
 
 
 def _model(job: Job) -> dict[str, str]:

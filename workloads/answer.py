@@ -106,6 +106,10 @@ class Answer:
                 raise Fault(ERROR, f"the server gave the answer up: {reason}")
         return bool(length or tokens or choice.get("finish_reason") or delta.get("role"))
 
+    def ids(self, sample: int) -> list[int] | None:
+        """The tokens of one sample so far; None where the server does not tell which they are."""
+        return self._ids.get(sample)
+
     def check(self) -> None:
         """The stream has ended. Raises Fault where the answer is not whole, or has not one token."""
         if not self.done and len(self._reasons) < self.request.n:
@@ -144,7 +148,7 @@ class Answer:
     def _record(
         self, sample: int, times: list[float], chunks: int, status: str, reason: str, end_s: float, save_tokens: bool
     ) -> RequestRecord:
-        request, ids, cached = self.request, self._ids.get(sample), self._cached if sample == 0 else None
+        request, ids, cached = self.request, self.ids(sample), self._cached if sample == 0 else None
         if status == FINISHED and not times:
             status, reason = FAILED, str(Fault(EMPTY, "the answer has no token"))
         return RequestRecord(

@@ -14,6 +14,7 @@ import math
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvbench.engine.clock import WallClock
@@ -147,7 +148,8 @@ class _Client:
         now_s = self._clock.now()
         records = answer.records(status, reason, now_s, save_tokens=self._save_tokens)
         self._records += records
-        self._load.on_done(max(records, key=lambda record: record.last_s or 0.0), now_s)
+        last = max(records, key=lambda record: record.last_s or 0.0)
+        self._load.on_done(replace(last, output_token_ids=answer.ids(last.sample)), now_s)
 
     def _over(self, task: asyncio.Task[None]) -> None:
         """A request has its record, and perhaps another is due now; or this program has a fault, which ends the run."""

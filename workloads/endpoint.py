@@ -43,8 +43,9 @@ class Way:
 
     def __str__(self) -> str:
         prompts = "prompts as token ids" if self.ids else "prompts as text"
-        lengths = "" if self.lengths else "; it takes no ignore_eos, so answers may end early"
-        return f"{prompts}{', usage asked for' if self.usage else ''}{lengths}"
+        usage = "usage in every chunk" if self.every_chunk else "usage at the end" if self.usage else "no word of usage"
+        lengths = "answers held to their length" if self.lengths else "it takes no ignore_eos, so answers may end early"
+        return f"it takes {prompts} and is asked for {usage}; {lengths}"
 
 
 WAYS = tuple(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def reach(config: SweepConfig, source: Source, tokenizer: Any, first: Request) -> Endpoint | None:
     """The server, which has answered the beginning of `first`; None where none is asked for."""
-    from kvbench.workloads.endpoint import connect
+    from kvbench.workloads.connect import connect
 
     if config.target is None:
         return None

@@ -24,7 +24,7 @@ from kvbench.metrics.records import FINISHED
 from kvbench.metrics.summary import summarise
 from kvbench.workloads.arrivals import schedule
 from kvbench.workloads.client import serve_by
-from kvbench.workloads.endpoint import connect
+from kvbench.workloads.connect import connect
 from kvbench.workloads.load import OpenLoop
 
 CHUNK = {"choices": [{"index": 0, "text": "a", "token_ids": [5], "finish_reason": "length"}]}

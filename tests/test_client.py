@@ -17,7 +17,8 @@ from kvbench.metrics.records import ABORTED, FAILED, FINISHED, UNFINISHED, Reque
 from kvbench.metrics.remote import kind
 from kvbench.metrics.summary import summarise
 from kvbench.workloads.client import serve_by
-from kvbench.workloads.endpoint import WAYS, Endpoint, base_url, connect
+from kvbench.workloads.connect import connect
+from kvbench.workloads.endpoint import WAYS, Endpoint, base_url
 from kvbench.workloads.load import ClosedLoop, OpenLoop
 
 MIB = 2**20

@@ -8,25 +8,21 @@ kind. Times are the client's own, as a user of the server would take them.
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import math
-import ssl
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvbench.engine.clock import WallClock
 from kvbench.engine.interfaces import Load
-from kvbench.engine.types import Request
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, UNFINISHED, RequestRecord, Run
 from kvbench.workloads import faults
 from kvbench.workloads.answer import Answer
 from kvbench.workloads.counters import INPUT, OUTPUT, Counters, grown, read, samples
 from kvbench.workloads.endpoint import Endpoint, authorization, open_session
+from kvbench.workloads.exchange import exchange, fault_of
 from kvbench.workloads.faults import Fault
-from kvbench.workloads.sse import Events
 
 if TYPE_CHECKING:
     import aiohttp
@@ -36,12 +32,8 @@ PATIENCE_S = 600.0
 for ever."""
 SAMPLE_S = 0.5
 """Between two looks at the server's counters."""
-DRAIN_S = 0.05
-"""So long the end of a response may come after the end of its answer."""
 SETTLE_S = 2.0
 """So long they may take to account for the last answer."""
-
-Now = Callable[[], float]
 
 
 def serve_by(
@@ -130,7 +122,7 @@ class _Client:
         request = answer.request
         try:
             patience_s = request.scheduled_s + self._patience_s - self._clock.now()
-            await _exchange(session, self._endpoint, answer, self._clock.now, patience_s)
+            await exchange(session, self._endpoint, answer, self._clock.now, patience_s)
             self._end(answer, FINISHED, "")
         except asyncio.CancelledError:
             raise
@@ -180,7 +172,7 @@ class _Client:
         url, headers = self._endpoint.url + "/metrics", authorization(self._endpoint.key)
         try:
             async with asyncio.timeout(5), session.get(url, headers=headers, allow_redirects=False) as response:
-                text = (await response.content.read()).decode(errors="replace")
+                text = (await response.read()).decode(errors="replace")
                 return read(text, self._clock.now()) if response.status == 200 else None
         except Exception as error:
             if fault_of(error) is None:
@@ -197,90 +189,6 @@ class _Client:
                 return last
             before = last
         return before
-
-
-async def ask(session: aiohttp.ClientSession, endpoint: Endpoint, request: Request, patience_s: float) -> Answer:
-    """One answer, whole. Raises Fault where it does not come."""
-    answer = Answer(request)
-    try:
-        await _exchange(session, endpoint, answer, WallClock().now, patience_s)
-    except Exception as error:
-        fault = fault_of(error)
-        if fault is None:
-            raise
-        if fault.kind == faults.TIMEOUT:
-            fault = Fault(fault.kind, f"no whole answer in {patience_s:g} s")
-        raise fault from error
-    return answer
-
-
-async def _exchange(
-    session: aiohttp.ClientSession, endpoint: Endpoint, answer: Answer, now: Now, patience_s: float
-) -> None:
-    """Send a request and take its answer in. Whatever aiohttp raises passes through."""
-    body = endpoint.body(answer.request)
-    answer.sent_s = now()
-    async with (
-        asyncio.timeout(max(0.0, patience_s)),
-        session.post(endpoint.path, data=body, headers=endpoint.headers, allow_redirects=False) as response,
-    ):
-        if response.status != 200:
-            raise Fault(faults.http(response.status), await _said(response) or response.reason or "no word")
-        if "json" in response.content_type:
-            raise Fault(faults.MALFORMED, f"no event stream but {response.content_type}: {await _said(response)}")
-        events = Events()
-        async for chunk in response.content.iter_any():
-            at_s = now()
-            for event in events.feed(chunk):
-                answer.take(event, at_s)
-            if answer.done:
-                break
-        else:
-            at_s = now()
-            for event in events.close():
-                answer.take(event, at_s)
-        answer.check()
-        await _drain(response)
-
-
-async def _drain(response: aiohttp.ClientResponse) -> None:
-    """Take in what follows an answer that is whole, at most its last few bytes: only then can its connection carry the
-    next one."""
-    import aiohttp
-
-    with suppress(TimeoutError, aiohttp.ClientError, OSError):
-        async with asyncio.timeout(DRAIN_S):
-            async for _ in response.content.iter_any():
-                pass
-
-
-async def _said(response: aiohttp.ClientResponse) -> str:
-    """How a body begins."""
-    return (await response.content.read(4096)).decode(errors="replace")
-
-
-def fault_of(error: BaseException) -> Fault | None:
-    """Which kind of fault an exception of the network is; None for a fault of this program."""
-    import aiohttp
-
-    if isinstance(error, Fault):
-        return error
-    said = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS):
-        return Fault(faults.CLIENT, said)
-    if isinstance(error, aiohttp.ClientConnectorSSLError | aiohttp.ClientConnectorCertificateError | ssl.SSLError):
-        return Fault(faults.TLS, said)
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return Fault(faults.REFUSED, said)
-    if isinstance(error, TimeoutError):
-        return Fault(faults.TIMEOUT, said)
-    if isinstance(error, aiohttp.ClientResponseError | aiohttp.http_exceptions.HttpProcessingError):
-        return Fault(faults.MALFORMED, said)
-    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
-        return Fault(faults.RESET, said)
-    if isinstance(error, aiohttp.ClientError | ConnectionError):
-        return Fault(faults.RESET, said)
-    return None
 
 
 def open_files() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,11 +177,17 @@ def test_samples_have_records_of_their_own() -> None:
 
 
 def counted(server: OpenAIServer) -> str:
-    return (
-        f'vllm:num_requests_running{{model_name="m"}} 2.0\nvllm:kv_cache_usage_perc{{model_name="m"}} 0.25\n'
-        f"vllm:num_preemptions_total{{}} {len(server.seen)}.0\n"
-        f"vllm:prompt_tokens_total{{}} {server.input}.0\nvllm:generation_tokens_total{{}} {server.output}.0\n"
-    )
+    """Behind a megabyte of other things: it comes in many pieces."""
+    labels = '{engine="0",model_name="m"}'
+    told = {
+        "num_requests_running": 2.0,
+        "kv_cache_usage_perc": 0.25,
+        "num_preemptions_total": len(server.seen),
+        "prompt_tokens_total": server.input,
+        "generation_tokens_total": server.output,
+    }
+    lines = [f"vllm:{name}{labels} {value}" for name, value in told.items()]
+    return "# HELP something else\n" * 50_000 + "\n".join(lines) + "\n"
 
 
 def test_the_servers_own_counters_are_sampled_and_compared() -> None:
@@ -197,6 +206,26 @@ def test_counters_that_differ_are_told() -> None:
     with OpenAIServer(metrics=more) as server:
         row = summarise(serve_by(ClosedLoop([request(0), request(1)], 1), endpoint(server)))
     assert (row["counters_input_tokens"], row["counters_output_tokens"]) == (None, 8)
+
+
+def test_ctrl_c_ends_a_run_that_waits() -> None:
+    with OpenAIServer(lambda body: Reply(TWO, end=HANG)) as server:
+        timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            serve_by(ClosedLoop([request(0)], 1), endpoint(server))
+        timer.join()
+
+
+def test_a_fault_of_ours_is_no_fault_of_the_servers() -> None:
+    """It ends the run instead of a request."""
+
+    class Broken(ClosedLoop):
+        def on_done(self, record: RequestRecord, now_s: float) -> None:
+            raise ZeroDivisionError
+
+    with OpenAIServer() as server, pytest.raises(ZeroDivisionError):
+        serve_by(Broken([request(0), request(1)], 1), endpoint(server))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ EXTRAS, SAMPLES = "extras", "samples"
 SHOWN_WITH = {
     "+ static, + prefix cache, + swap": EXTRAS,
     "samples": SAMPLES,
+    "server": "send_lag_p99_s",
+    "send lag": "send_lag_p99_s",
+    "KV held": "kv_cache_usage_mean",
     "prefix hits": "prefix_hit_rate",
     "KV shared": "kv_sharing_mean",
     "blocks saved": "kv_blocks_saved_mean",
@@ -28,6 +31,11 @@ SHOWN_WITH = {
 DEFINITIONS = (
     ("contiguous", "Every request holds one range of rows from its start to its end, as long as its policy reserves."),
     ("paged", "Every request holds blocks of rows from a shared pool and takes another when it needs one."),
+    (
+        "server",
+        "The server of --target, under the same requests. Times are its client's, tokens those of its usage. How it "
+        "holds its memory is its own affair, so of the parts of the pool nothing is known.",
+    ),
     (
         "+ static, + prefix cache, + swap",
         "What a variant adds. Static: requests join and leave a batch only as a whole. Prefix cache: full blocks of "
@@ -71,6 +79,15 @@ DEFINITIONS = (
     (
         "KV wasted",
         "(never filled + rounding) ÷ rows held, time-weighted mean.",
+    ),
+    (
+        "send lag",
+        "When a request left the client − when it was scheduled, of a server only: it is part of TTFT. The client was "
+        "the limit where the p99 is over 5 ms and over 10 % of the median TTFT.",
+    ),
+    (
+        "KV held",
+        "Rows held ÷ rows of the pool, time-weighted mean: of a server by its own word, sampled twice a second.",
     ),
     (
         "prefix hits",

@@ -19,8 +19,9 @@ from kvbench.metrics.points import Context, LoadPoint
 from kvbench.metrics.records import FINISHED, REJECTED, Hold, RequestRecord, Run, StepRecord
 from kvbench.metrics.store import RunFolder
 from kvbench.metrics.summary import summarise
-from kvbench.reports.context import WARNING, checks
+from kvbench.reports.context import checks
 from kvbench.reports.groups import Results, Variant
+from kvbench.reports.sign import WARNING
 from kvbench.reports.tables import render
 from kvbench.reports.words import THIN
 

@@ -361,3 +361,33 @@ def test_a_run_against_a_server_comes_back_with_nulls_for_what_nobody_knows(tmp_
         steps.column_names
     )
     assert folder.rows()[0] == {"cell": "server", "preemptions": None, "end_s": 0.7, "server_input_tokens": 7}
+
+
+def holding(folder: Path, pid: int, seconds: float) -> subprocess.Popen[bytes]:
+    """A process that holds the lock of a writer with that number, as one does that a killed writer had just started."""
+    code = (
+        "import fcntl, os, platform, sys, time\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "file.write(f'process {sys.argv[2]} on {platform.node()}'); file.flush()\n"
+        "print('held', flush=True); time.sleep(float(sys.argv[3]))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder / ".lock"), str(pid), str(seconds)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"held\n"
+    return process
+
+
+def test_a_killed_writers_lock_is_waited_for_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    folder.close()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with holding(folder.path, gone.pid, 0.5):
+        RunFolder.resume(folder.path).close()
+    with (
+        holding(folder.path, os.getpid(), 0.5),
+        pytest.raises(KvbenchError, match=f"process {os.getpid()} on .* is writing"),
+    ):
+        RunFolder.resume(folder.path)

@@ -26,12 +26,16 @@ from kvbench.cli.manifest import (
     mark_whole,
     model_facts,
     random_weights,
+    server_facts,
 )
 from kvbench.cli.resume import Continuation, take_up
+from kvbench.cli.server import described
+from kvbench.cli.stack import SERVER
 from kvbench.engine.environment import cpu_in_use, find_device, unusable_gpu, versions
 from kvbench.errors import KvbenchError
 from kvbench.metrics.precision import FEWEST_REPEATS
 from kvbench.metrics.store import RunFolder, refuse_used
+from kvbench.workloads.client import PATIENCE_S
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +111,7 @@ def _continued(past: Continuation, config: SweepConfig, dry_run: bool) -> RunFol
         past.check(environment=versions())
         past.check(device=find_device(config.device).facts())
         job = past.job(_prepared(past.pinned(config), say))
-        past.check(model=model_facts(job), kv=kv_facts(job))
+        past.check(model=model_facts(job), kv=kv_facts(job), server=server_facts(job))
         for difference in past.forced:
             say.print(
                 f"kvbench: {difference}; going on because of --force", style="bold red", markup=False, soft_wrap=True
@@ -175,16 +179,14 @@ def _mind_others() -> float:
 
 def _announce(job: Job, say: Console) -> None:
     """What will run, and why what was left open was chosen so."""
-    model, cache = job.stack.model, job.stack.cache
-    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
-    real = "random weights" if random_weights(job) else "real weights"
-    dtype = str(model.dtype).removeprefix("torch.")
+    cache, endpoint = job.stack.cache, job.stack.endpoint
     lines = {
         "device": f"{job.device.name}, {_cores(job)}",
-        "model": f"{job.source.name}, {real}, loaded in {job.model_load_s:.1f} s",
-        "dtype": f"{dtype}, {per_token:,} bytes of KV a token",
+        **(_model(job) if job.stack.loaded else {"model": f"{job.source.name}, on the server only"}),
+        "server": described(endpoint) if endpoint else "",
+        "request_timeout": _patience(job) if endpoint else "",
         "compared": ", ".join(dict.fromkeys(str(cell.variant) for cell in job.cells)),
-        "kv_memory": f"{_size(job, cache.pool_tokens)}, the same for each backend",
+        "kv_memory": f"{_size(job, cache.pool_tokens)}, the same for each backend" if job.stack.loaded else "",
         "swap_space": f"{_size(job, cache.swap_tokens)} of host memory" if cache.swap_tokens else "",
         "max_model_len": f"{cache.max_model_len} tokens",
         "concurrency": _loads(job),
@@ -195,6 +197,23 @@ def _announce(job: Job, say: Console) -> None:
             continue
         reason = f"  ({job.choices[name]})" if name in job.choices else ""
         say.print(f"{name.replace('_', ' '):>14}  {line}{reason}", markup=False, soft_wrap=True)
+
+
+def _patience(job: Job) -> str:
+    """How long a request may take; a server is never waited for without an end."""
+    told = job.config.request_timeout_s
+    return f"{told or PATIENCE_S:g} s{'' if told else ', of the server only; --request-timeout sets your own'}"
+
+
+def _model(job: Job) -> dict[str, str]:
+    """The model that was loaded here."""
+    model = job.stack.model
+    real = "random weights" if random_weights(job) else "real weights"
+    dtype, per_token = str(model.dtype).removeprefix("torch."), model.kv.bytes_per_token(model.dtype.itemsize)
+    return {
+        "model": f"{job.source.name}, {real}, loaded in {job.model_load_s or 0.0:.1f} s",
+        "dtype": f"{dtype}, {per_token:,} bytes of KV a token",
+    }
 
 
 def _size(job: Job, tokens: int) -> str:
@@ -272,7 +291,8 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
                 break
             progress.start(cell)
             row, run = measure(job, cell, progress.watch)
-            folder.write_cell(cell.id, row | once, run)
+            known = dict.fromkeys(once) if cell.variant.backend == SERVER else once
+            folder.write_cell(cell.id, row | known, run)
             progress.finish(cell, _said(row))
     except KeyboardInterrupt:
         interrupted = True
@@ -303,4 +323,5 @@ def _said(row: dict[str, Any]) -> str:
         return f"{row['status']}: {row['reason']}"
     if (speed := row["output_tokens_per_s"]) is None:
         return "ok"
-    return f"{speed:.0f} out tok/s, {row['peak_running']} at once"
+    together = f", {row['peak_running']} at once" if row["peak_running"] is not None else ""
+    return f"{speed:.0f} out tok/s{together}"

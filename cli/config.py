@@ -16,6 +16,7 @@ from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Context, LoadPoint, Variant
 from kvbench.metrics.precision import FEWEST_REPEATS
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
+from kvbench.workloads.endpoint import PATHS, base_url
 from kvbench.workloads.grid import parse_floats, parse_ints
 
 LARGEST = 10**9
@@ -41,6 +42,7 @@ FLAGS = {
     "slos": "--slo",
     "price_usd_per_hour": "--price",
     "request_timeout_s": "--request-timeout",
+    "served_model": "--served-model-name",
     "cell_timeout_s": "--cell-timeout",
 }
 """The flags of fields whose names are not theirs."""
@@ -103,6 +105,9 @@ class SweepConfig:
     price_usd_per_hour: float | None = None
     save_tokens: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
+    target: str | None = None
+    endpoint_type: str = "completions"
+    served_model: str | None = None
 
     def __post_init__(self) -> None:
         whole: tuple[tuple[str, int | None], ...] = (
@@ -139,6 +144,7 @@ class SweepConfig:
         self._check_variants()
         self._check_samples()
         self._check_arrivals()
+        self._check_target()
         if self.repeats is not None and self.repeats > MOST_REPEATS:
             raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
         if self.find is not None:
@@ -175,11 +181,15 @@ class SweepConfig:
             raise KvbenchError(
                 f"--n {most} at --temperature 0 would give the same answer {most} times; set --temperature above 0"
             )
-        if most > self.max_sequences:
-            raise KvbenchError(
-                f"--n {most} samples of a request never run together in --max-num-seqs {self.max_sequences}; "
-                f"lower --n or raise --max-num-seqs to {most}"
-            )
+        for flag, seats in (
+            ("--max-num-seqs", self.max_sequences),
+            ("--max-num-batched-tokens", self.max_batched_tokens),
+        ):
+            if most > seats:
+                raise KvbenchError(
+                    f"--n {most} samples of a request never run together in {flag} {seats}; "
+                    f"lower --n or raise {flag} to {most}"
+                )
 
     def _check_dataset(self) -> None:
         if (self.dataset == "jsonl") != (self.dataset_path is not None):
@@ -203,6 +213,17 @@ class SweepConfig:
                 raise KvbenchError("--burstiness shapes gamma arrivals; add --arrivals gamma")
         elif self.arrivals is not None or self.burstiness is not None:
             raise KvbenchError("--arrivals and --burstiness belong to an open loop; add --request-rate")
+
+    def _check_target(self) -> None:
+        if self.endpoint_type not in PATHS:
+            raise KvbenchError(f"--endpoint-type must be one of {', '.join(PATHS)}, not {self.endpoint_type!r}")
+        if self.target is None:
+            if self.endpoint_type != "completions" or self.served_model is not None:
+                raise KvbenchError("--endpoint-type and --served-model-name belong to a server; add --target URL")
+            return
+        base_url(self.target)
+        if self.model is None:
+            raise KvbenchError("--target needs --model: the shape and the tokenizer of the model that is served there")
 
     def facts(self) -> dict[str, object]:
         """As `run.json` keeps it: strict JSON values."""
@@ -299,6 +320,14 @@ def parse_share(text: str | None, flag: str) -> float | None:
     if not 0.0001 <= share < 1:
         raise KvbenchError(f"{flag} must be a share from 0.01% to below 100%, such as 5% or 0.05, not {text!r}")
     return share
+
+
+def with_server(backends: str, target: str | None, server: str) -> str:
+    """`--backend` with the server that `--target` adds; KvbenchError where one is named and has no address."""
+    named = server in (item.strip().lower() for item in backends.split(","))
+    if named and target is None:
+        raise KvbenchError(f"--backend {server} needs its address; add --target http://host:port")
+    return backends if named or target is None else f"{backends},{server}"
 
 
 def parse_variants(

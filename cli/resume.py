@@ -52,6 +52,14 @@ COMPARED: dict[str, dict[str, str]] = {
         "kv_bytes_per_token": "the KV bytes a token takes",
         "fingerprint": "the content of the weights",
     },
+    "server": {
+        "model": "the name of the served model",
+        "software": "the server's software",
+        "version": "the server's version",
+        "prompts_as": "the form of the prompts",
+        "lengths_held": "whether the server holds answers to their lengths",
+        "usage_asked": "whether the server tells its usage",
+    },
     "kv": {
         "pool_tokens": "the KV pool in tokens",
         "swap_tokens": "the swap space in tokens",
@@ -109,8 +117,8 @@ class Continuation:
         return replace(
             kept,
             model=kept.model or model["name"],
-            dtype=kept.dtype or model["dtype"],
-            kv_bytes=kept.kv_bytes or kv["pool_bytes"],
+            dtype=kept.dtype or model.get("dtype"),
+            kv_bytes=kept.kv_bytes or kv.get("pool_bytes"),
             swap_bytes=kept.swap_bytes or kv.get("swap_bytes") or None,
             max_model_len=kept.max_model_len or kv["max_model_len"],
         )

@@ -101,7 +101,7 @@ def sweep(
     ] = None,
     num_warmups: Annotated[int, typer.Option(help="Requests before the first cell.")] = 4,
     repeats: Annotated[
-        int | None, typer.Option(help="Independent repeats of every point; default: 2 to 5, as time allows.")
+        int | None, typer.Option(help="Independent repeats of every point; default: 2 to 6, as time allows.")
     ] = None,
     until_ci: Annotated[
         str | None,
@@ -116,6 +116,14 @@ def sweep(
     seed: Annotated[int, typer.Option(help="Seed of the first repeat.")] = 0,
     slo: Annotated[list[str] | None, typer.Option(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
     goodput: Annotated[str | None, typer.Option(help="Alias: ttft:1500,tpot:50 (each request).")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="http://host:port of an OpenAI-compatible server to measure too; alone: --backend server."),
+    ] = None,
+    endpoint_type: Annotated[str, typer.Option(help="Of --target: completions | chat.")] = "completions",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The name --target serves --model under; default: the only one it lists.")
+    ] = None,
     price: Annotated[float | None, typer.Option(help="US dollars per device-hour.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(help="key=value, kept.")] = None,
     save_tokens: Annotated[bool, typer.Option("--save-tokens", help="Keep every token id.")] = False,
@@ -135,7 +143,7 @@ def sweep(
     Without flags it picks a model, a grid and a budget for this machine, and says why.
     """
     from kvbench.cli.conduct import conduct
-    from kvbench.cli.stack import BACKENDS
+    from kvbench.cli.stack import BACKENDS, SERVER
 
     told = {
         "reserve": reserve,
@@ -144,10 +152,11 @@ def sweep(
         "preemption": preemption,
     }
     policies = {name: known.policies for name, known in BACKENDS.items()}
+    policies |= {} if target is None else {SERVER: {}}
     asked = flags.parse_loads(concurrency, request_rate)
     find, loads = flags.parse_search(asked, rate=find_max_rate, concurrency=find_max_concurrency)
     config = flags.SweepConfig(
-        variants=flags.parse_variants(backend, told, policies),
+        variants=flags.parse_variants(flags.with_server(backend, target, SERVER), told, policies),
         loads=loads,
         find=find,
         contexts=flags.parse_contexts(input_len, output_len, prefix_len, n),
@@ -185,6 +194,9 @@ def sweep(
         price_usd_per_hour=price,
         save_tokens=save_tokens,
         metadata=flags.parse_metadata(metadata or []),
+        target=target,
+        endpoint_type=endpoint_type.strip().lower(),
+        served_model=served_model_name,
     )
     output_format = flags.choice(output_format, flags.FORMATS, "--format")
     raise typer.Exit(conduct(config, output, output_format, dry_run=dry_run, resume=resume, force=force))

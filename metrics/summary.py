@@ -13,6 +13,7 @@ from kvbench.metrics.latency import latencies
 from kvbench.metrics.memory import memory_summary
 from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run
+from kvbench.metrics.remote import remote_counts, remote_window
 from kvbench.metrics.slo import ATTAINMENT_TARGET, DEFAULT_SLOS, Slo
 from kvbench.metrics.stats import P99_SAMPLES, percentile
 from kvbench.metrics.window import STEADY, TOTAL, Window, last_seen_s, steady, total
@@ -38,7 +39,7 @@ def summarise(
     worth quoting, else the total one, and `window_reason` says why. Counts are of the whole run, so that nothing is
     missing. `price_usd_per_hour` is that of one card, `cards` how many served the run. Requests belong to the window
     they were scheduled in and are followed to their end, tokens to the one their time stamp lies in. Latencies are
-    those of each sample; whatever counts requests counts one of several samples once, by the worst that became of them.
+    those of each sample; whatever counts requests counts one of several samples once: as finished where all are.
     """
     assert price_usd_per_hour is None or 0 <= price_usd_per_hour < math.inf, price_usd_per_hour
     assert cards >= 1, cards
@@ -51,7 +52,8 @@ def summarise(
 
     twins = {} if settled is None else {f"{TWIN}{name}": value for name, value in told(whole).items()}
     window = settled or whole
-    return {"window": window.name, "window_reason": why, **told(window), **_counts(run), **twins}
+    counts = {**_counts(run), **(remote_counts(run) if run.remote else {})}
+    return {"window": window.name, "window_reason": why, **told(window), **counts, **twins}
 
 
 def of_total(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -78,6 +80,7 @@ def _of_window(
         **_objectives(requests, slos, window),
         **memory_summary(run, window),
         "prefix_hit_rate": _prefix_hit_rate(requests),
+        **(remote_window(run, requests, window) if run.remote else {}),
         "usd_per_million_output_tokens": usd_per_million_output_tokens(
             throughput["output_tokens_per_s"], price_usd_per_hour, cards
         ),

@@ -16,6 +16,7 @@ from kvbench.reports.contests import PRIMARY, able_variants, contests, focus, pa
 from kvbench.reports.figure import Figure, Look, apart, looks, of_context
 from kvbench.reports.groups import Group, Results, Variant
 from kvbench.reports.memory_chart import memory
+from kvbench.reports.servers import remote
 from kvbench.reports.svg import LIGHT, Plot, y_ticks
 from kvbench.reports.words import DASH, count, number, percent, sentence_case
 
@@ -28,7 +29,7 @@ def figures(folder: RunFolder, results: Results) -> list[Figure]:
     load = focus(results)
     for i, variant in enumerate(results.variants):
         group = _largest(results, variant, load)
-        if group:
+        if group and not remote(group):
             title = f"{sentence_case(results.name(variant))}: the KV memory over time"
             found.append(drawn(title, partial(memory, folder, results, group, f"memory{i}")))
     return found

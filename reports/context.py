@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from kvbench.metrics.points import Context, LoadPoint
@@ -13,6 +13,8 @@ from kvbench.metrics.store import RunFolder
 from kvbench.metrics.summary import of_total
 from kvbench.metrics.window import STEADY, TOTAL
 from kvbench.reports.groups import OK, Group, Results, Row
+from kvbench.reports.servers import server_checks, server_line
+from kvbench.reports.sign import GOOD, WARNING, Check
 from kvbench.reports.words import DASH, binary_size, count, listing, number, percent, plain, times
 
 STATUS_WORDS = {
@@ -22,22 +24,12 @@ STATUS_WORDS = {
     "timeout": "over their time limit",
 }
 
-GOOD, WARNING = "ok", "warn"
-
 RATE_SLACK = 0.05
 """An open loop is overloaded where it answers this share less than was drawn; its last answers always come late."""
 INCOMPLETE = 0.1
 """From this share on, tokens of requests that did not finish are a good part of a cell's output tokens."""
 BUSY = 1.5
 """Repeats of one point that differ by this factor are not the work of their seeds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One sign of trust or warning; `kind` is GOOD or WARNING."""
-
-    kind: str
-    text: str
 
 
 def facts(manifest: Row, section: str) -> Mapping[str, Any]:
@@ -68,6 +60,7 @@ def headline_facts(folder: RunFolder, results: Results) -> list[str]:
         f"{model.get('name') or first.get('model') or 'unknown model'}{f' · {dtype}' if dtype else ''}{weights}",
         str(device.get("name") or first.get("device") or ""),
         _pool(kv),
+        server_line(folder.manifest),
         _workload(facts(folder.manifest, "dataset"), results),
         str(folder.manifest.get("created") or "")[:10],
     ]
@@ -189,6 +182,7 @@ def checks(folder: RunFolder, results: Results) -> list[Check]:
     elif results.rows:
         found.append(Check(GOOD, f"{count(len(results.rows), 'cell')} measured, none failed"))
     found += _incomplete(results)
+    found += server_checks(folder.manifest, results)
     if results.ok:
         found += [_requests(results), *_rates(results), *_tail(results), *_objectives(folder.manifest, results)]
         found += [_repeats(results), *_until(folder.manifest), *_spread(results), *_windows(results)]
@@ -228,13 +222,19 @@ def _incomplete(results: Results) -> list[Check]:
 
 
 def _tail(results: Results) -> list[Check]:
-    samples = [int(row["ttft_samples"]) for row in results.ok if row.get("ttft_samples")]
+    # the samples of a request have their first tokens together: only requests are independent
+    samples = [min(int(row["ttft_samples"]), _finished(row)) for row in results.ok if row.get("ttft_samples")]
     if not samples:
         return []
     if min(samples) >= P99_SAMPLES:
         return [Check(GOOD, f"every p99 from at least {count(min(samples), 'request')}")]
     few = f"p99 from as few as {count(min(samples), 'request')}"
     return [Check(WARNING, f"{few}: below {P99_SAMPLES} the slowest alone decide it")]
+
+
+def _finished(row: Row) -> int:
+    """Requests of which all samples finished; all there are where a row does not say."""
+    return int(row["requests_finished"] if row.get("requests_finished") is not None else row["ttft_samples"])
 
 
 def _rates(results: Results) -> list[Check]:

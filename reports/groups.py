@@ -116,8 +116,11 @@ class Results:
 
     @property
     def middle(self) -> Context:
-        """The grid's middle context, of which headline and charts speak."""
-        return self.contexts[(len(self.contexts) - 1) // 2]
+        """The grid's middle context, of which headline and charts speak: the middle of the lengths, with the longest
+        prefix and the most samples asked of them. Without either there is nothing to share, which the reader knows."""
+        richest = max((context.prefix_tokens, context.samples) for context in self.contexts)
+        those = [context for context in self.contexts if (context.prefix_tokens, context.samples) == richest]
+        return those[(len(those) - 1) // 2]
 
     def name(self, variant: Variant) -> str:
         """Its backend's and what it adds to that, with the reservation where the run has several of them."""

@@ -210,6 +210,7 @@ class Shared(RuleBasedStateMachine):
         child = Sequence.of(parent.request, parent.tokens[: parent.computed], self.arrived)
         self.arrived += 1
         child.computed = parent.computed
+        child.prompt_tokens = min(parent.prompt_tokens, child.computed)  # all samples have one prompt
         self.pool.fork(parent, child)
         child.tokens.append(draw.randint(0, 1))
         if parent.known == parent.computed:

@@ -16,8 +16,9 @@ from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Variant
 from kvbench.metrics.precision import FEWEST_REPEATS
 from kvbench.metrics.store import RunFolder
-from kvbench.reports.context import WARNING, checks
+from kvbench.reports.context import checks
 from kvbench.reports.groups import Results
+from kvbench.reports.sign import WARNING
 
 FLAGS = (*TINY[:4], "--input-len", "4", "--output-len", "2", "--concurrency", "1", "--num-warmups", "0")
 

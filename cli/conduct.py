@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.cli import until
 from kvbench.cli.config import SweepConfig
+from kvbench.cli.find import announce, find_limits
 from kvbench.cli.manifest import (
     begin_session,
     dataset_facts,
@@ -56,6 +57,8 @@ def conduct(
 
     if force and not resume:
         raise KvbenchError("--force says what --resume may overlook; add --resume or drop it")
+    if resume and config.find:
+        raise KvbenchError("a search cannot be resumed: each run decides what is asked next; drop --resume")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and `docker stop` end like Ctrl-C
     past = take_up(output, force=force, dry_run=dry_run) if resume else None
     if resume and past is None:
@@ -76,12 +79,18 @@ def _measured(config: SweepConfig, output: Path | None, dry_run: bool) -> RunFol
     job = _prepared(config, say)
     _announce(job, say)
     cold_s, guesses_s = _warmed_up(job, say)
-    _announce_time(job, guesses_s, say)
+    if config.find:
+        announce(job, say)
+    else:
+        _announce_time(job, guesses_s, say)
     if dry_run:
         return None
     folder = _create(job, output, cold_s)
     with closing(folder):
-        _run_cells(job, folder, cold_s, guesses_s, say)
+        if config.find:
+            find_limits(job, folder, cold_s, say)
+        else:
+            _run_cells(job, folder, cold_s, guesses_s, say)
     return folder
 
 

@@ -30,6 +30,7 @@ FORMATS = ("table", "markdown", "csv", "json")
 FLAGS = {
     "variants": "--backend, --reserve, --batching, --prefix-caching and --preemption",
     "loads": "--concurrency or --request-rate",
+    "find": "--find-max-rate or --find-max-concurrency",
     "contexts": "--input-len, --output-len, --prefix-len and --n",
     "kv_bytes": "--kv-memory",
     "swap_bytes": "--swap-space",
@@ -92,6 +93,7 @@ class SweepConfig:
     warmups: int = 4
     repeats: int | None = None
     until_ci: float | None = None
+    find: str | None = None
     seed: int = 0
     slos: tuple[Slo, ...] = DEFAULT_SLOS
     temperature: float = 0.0
@@ -145,11 +147,22 @@ class SweepConfig:
         self._check_target()
         if self.repeats is not None and self.repeats > MOST_REPEATS:
             raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
+        if self.find is not None:
+            self._check_search()
         if self.until_ci is not None and self.repeats is not None and self.repeats < FEWEST_REPEATS:
             raise KvbenchError(
                 f"--until-ci needs at least {FEWEST_REPEATS} repeats to be honest, and --repeats {self.repeats} allows "
                 f"no more; raise it to {FEWEST_REPEATS} or drop one of them"
             )
+
+    def _check_search(self) -> None:
+        flag = f"--find-max-{self.find}"
+        if self.repeats is not None or self.until_ci is not None:
+            raise KvbenchError(f"{flag} chooses by itself how often a load runs; drop --repeats and --until-ci")
+        rates = self.find == "rate"
+        if self.loads is None or len(self.loads) != 1 or (self.loads[0].request_rate is not None) != rates:
+            start = "--request-rate" if rates else "--concurrency"
+            raise KvbenchError(f"{flag} begins at one load; give it as {start} N or leave it open")
 
     def _check_variants(self) -> None:
         if self.cache_salts != ("",) and not any(variant.prefix_caching for variant in self.variants):
@@ -281,6 +294,18 @@ def parse_seconds(text: str | None, flag: str) -> float | None:
     if not 0 < seconds < math.inf:
         raise KvbenchError(f"{flag} must be a time above 0, not {text!r}")
     return seconds
+
+
+def parse_search(
+    loads: tuple[LoadPoint, ...] | None, *, rate: bool, concurrency: bool
+) -> tuple[str | None, tuple[LoadPoint, ...] | None]:
+    """What is searched for, and the load the search begins at."""
+    if rate and concurrency:
+        raise KvbenchError("--find-max-rate and --find-max-concurrency are two searches; run one of them")
+    if not rate and not concurrency:
+        return None, loads
+    first = LoadPoint(request_rate=1.0) if rate else LoadPoint(concurrency=16)
+    return "rate" if rate else "concurrency", loads or (first,)
 
 
 def parse_share(text: str | None, flag: str) -> float | None:

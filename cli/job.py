@@ -148,7 +148,7 @@ def prepare(config: SweepConfig) -> Job:
     contexts = _contexts(config, device)
     datasets = _datasets(config, contexts, hf_config, tokenizer, choices)
     max_model_len = config.max_model_len or _longest(config, datasets, source, hf_config, choices)
-    repeats = config.repeats or (REPEATS_CAP if config.until_ci else REPEATS)
+    repeats = config.repeats or (1 if config.find else REPEATS_CAP if config.until_ci else REPEATS)
     plan = cells(config.variants, loads, contexts, repeats, config.seed)
     ignore_eos = config.dataset != "jsonl" if config.ignore_eos is None else config.ignore_eos
     endpoint = reach(config, source, tokenizer, _first(config, datasets, plan, ignore_eos))

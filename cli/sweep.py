@@ -107,6 +107,12 @@ def sweep(
         str | None,
         typer.Option(help="Repeat until every interval of out tok/s is within ± this, as 5%; --repeats is the most."),
     ] = None,
+    find_max_rate: Annotated[
+        bool, typer.Option("--find-max-rate", help="Search for the largest rate that meets the SLOs.")
+    ] = False,
+    find_max_concurrency: Annotated[
+        bool, typer.Option("--find-max-concurrency", help="The same for the number of users.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the first repeat.")] = 0,
     slo: Annotated[list[str] | None, typer.Option(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
     goodput: Annotated[str | None, typer.Option(help="Alias: ttft:1500,tpot:50 (each request).")] = None,
@@ -147,9 +153,12 @@ def sweep(
     }
     policies = {name: known.policies for name, known in BACKENDS.items()}
     policies |= {} if target is None else {SERVER: {}}
+    asked = flags.parse_loads(concurrency, request_rate)
+    find, loads = flags.parse_search(asked, rate=find_max_rate, concurrency=find_max_concurrency)
     config = flags.SweepConfig(
         variants=flags.parse_variants(flags.with_server(backend, target, SERVER), told, policies),
-        loads=flags.parse_loads(concurrency, request_rate),
+        loads=loads,
+        find=find,
         contexts=flags.parse_contexts(input_len, output_len, prefix_len, n),
         model=model,
         weights=flags.choice(weights, ("auto", "random"), "--weights"),

@@ -18,6 +18,7 @@ from kvbench.reports.additions import further
 from kvbench.reports.contests import LEVEL, PRIMARY, TELLING, Contest, able_variants, contests, focus, reference, room
 from kvbench.reports.context import cells_failed, unfinished
 from kvbench.reports.groups import Group, Results, Row, Variant
+from kvbench.reports.searches import searches
 from kvbench.reports.words import count, listing, number, percent, ratio_decimals, sentence_case, times
 
 _COUNTS = ("requests_submitted", "requests_finished")
@@ -53,6 +54,8 @@ def find(results: Results, manifest: Row) -> Finding:
         return Finding(f"Nothing could be measured: {cells_failed(results.rows)}.", caveat=late)
     able = able_variants(results)
     found = _alone(results, able) if len(able) < 2 else _compared(results, able)
+    if sought := searches(manifest):
+        found = Finding(sought[0], further=" ".join(sought[1:]))
     predicted = all(row.get("evidence") == "simulated" for row in results.ok)
     headline = f"Predicted: {found.headline}" if predicted else found.headline
     failed = f"{sentence_case(cells_failed(results.rows))}." if results.failed else ""

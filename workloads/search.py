@@ -91,20 +91,19 @@ def search(probe: Probe, where: Range, *, seed: int = 0, tolerance: float = TOLE
     while True:
         low, high = hunt.limit()
         near = high <= low * (1 + tolerance) or (where.whole and high - low <= 1)
-        if not near:
-            if not hunt.left:
-                return hunt.ended(f"{budget} probes were not enough", None, low, high)
+        if not near and hunt.left > RETESTS:
             hunt.ask(hunt.telling())
             continue
-        answer = where.nearest(math.sqrt(low * high) if where.whole else low)
+        answer = where.nearest(math.sqrt(low * high) if where.whole and near else low)
+        why = "the interval is narrow" if near else f"{budget} runs were not enough for a narrower interval"
         if answer in rejected or hunt.left < RETESTS:
-            why = "its answer did not pass again" if answer in rejected else f"{budget} probes were not enough"
+            why = "its answer did not pass again" if rejected else f"{budget} runs were not enough"
             return hunt.ended(why, None, low, high)
         passed = sum(hunt.ask(answer) for _ in range(RETESTS))
         if passed >= RETESTS_PASSED:
             if hunt.left:
                 hunt.ask(where.nearest(answer / 2))  # whether it passes below, too
-            return hunt.ended("the interval is narrow", answer, *hunt.limit(), retested=passed)
+            return hunt.ended(why, answer, *hunt.limit(), retested=passed)
         rejected.add(answer)
 
 
@@ -122,7 +121,7 @@ def _bracket(hunt: _Hunt) -> str:
         load = beyond
         if hunt.ask(load) != passed:
             return ""
-    return f"{hunt.budget} probes were not enough"
+    return f"{hunt.budget} runs were not enough"
 
 
 class _Hunt:

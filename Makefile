@@ -33,10 +33,10 @@ peers: model
 # The sharing examples of the paged-attention paper (docs/sharing.md): some ten minutes on two cores.
 SAMPLES := --backend paged --model tiny --n 2,4,6 --temperature 1 --range-ratio 0.9 --concurrency 8 --kv-memory 64MiB
 sharing: model
-	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 19 --output-len 58 --repeats 2 $(ARGS)
-	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 161 --output-len 338 --repeats 2 $(ARGS)
+	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 19 --output-len 58 --repeats 2
+	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 161 --output-len 338 --repeats 2
 	@$(VENV)/bin/kvbench sweep --prefix-len 80,341 --prefix-caching off,on --reserve oracle --input-len 24 \
-	    --output-len 24 --range-ratio 0.5 --concurrency 16 --repeats 4 $(ARGS)
+	    --output-len 24 --range-ratio 0.5 --concurrency 16 --repeats 4
 
 # The model of the main job and of the tests of real weights; both do without where it cannot be had.
 model: $(VENV)/installed

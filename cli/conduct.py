@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.cli import until
 from kvbench.cli.config import SweepConfig
 from kvbench.cli.manifest import (
     begin_session,
@@ -31,6 +32,7 @@ from kvbench.cli.server import described
 from kvbench.cli.stack import SERVER
 from kvbench.engine.environment import cpu_in_use, find_device, unusable_gpu, versions
 from kvbench.errors import KvbenchError
+from kvbench.metrics.precision import FEWEST_REPEATS
 from kvbench.metrics.store import RunFolder, refuse_used
 from kvbench.workloads.client import PATIENCE_S
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvbench.cli.job import Job
+    from kvbench.workloads.grid import Cell
 
 INTERRUPTED = 130
 BUSY = 0.2
@@ -234,7 +237,11 @@ def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
     points = len(job.cells) // variants // job.repeats
     counts = {"variant": variants, "point": points, "repeat": job.repeats}
     grid = " x ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items())
-    fewer = "" if job.config.repeats else "  (fewer repeats, but two, where time runs short; --repeats sets your own)"
+    fewer = "  (fewer repeats, but two, where time runs short; --repeats sets your own)"
+    if job.config.until_ci is not None:
+        fewer = f"  (fewer repeats, but {FEWEST_REPEATS}, once each interval is within ± {job.config.until_ci:.4g})"
+    elif job.config.repeats:
+        fewer = ""
     took = clock(sum(guesses_s[cell.id] for cell in job.cells))
     line = f"{'plan':>14}  {len(job.cells)} cell{'s' * (len(job.cells) > 1)} = {grid}, about {took}{fewer}"
     say.print(line, markup=False, soft_wrap=True)
@@ -261,11 +268,14 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
 
     progress = Progress(say, job.cells, guesses_s, done=len(folder.manifest["cells"]) - len(job.cells))
     once = {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s}
-    interrupted = False
+    interrupted, share = False, job.config.until_ci
     began_s, whole = time.monotonic(), len(job.cells) == len(folder.manifest["cells"])
     try:
         for place, cell in enumerate(job.cells):
             first = place > 0 and job.cells[place - 1].repeat < cell.repeat
+            if share is not None and _precise(folder, cell, share):
+                say.print(f"every interval is within ± {share:.4g}: stopped after {cell.repeat} repeats")
+                break
             if first and whole and job.enough(cell, time.monotonic() - began_s):
                 say.print(f"no time for more than {cell.repeat} repeats; --repeats sets your own")
                 folder.update_manifest(cells=[done.facts() for done in job.cells[:place]])
@@ -280,9 +290,23 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
         folder.catch_up()
     finally:
         progress.stop()
+        if share is not None:
+            folder.update_manifest(until_ci=until.outcome(folder, share))
         end_session(folder, interrupted=interrupted)
     if interrupted:
         say.print(f"kvbench: the same command with --resume --output {folder.path} measures the rest", markup=False)
+
+
+def _precise(folder: RunFolder, cell: Cell, share: float) -> bool:
+    """Whether `--until-ci` ends the run before `cell`: it would begin a repeat that is not needed. The plan ends there
+    then."""
+    stored, planned = folder.stored(), folder.manifest["cells"]
+    if any(known["repeat"] == cell.repeat and known["id"] in stored for known in planned):
+        return False
+    if not until.enough(folder, cell.repeat, share):
+        return False
+    folder.update_manifest(cells=[known for known in planned if known["repeat"] < cell.repeat])
+    return True
 
 
 def _said(row: dict[str, Any]) -> str:

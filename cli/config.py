@@ -14,6 +14,7 @@ from typing import Any
 
 from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Context, LoadPoint, Variant
+from kvbench.metrics.precision import FEWEST_REPEATS
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
 from kvbench.workloads.endpoint import PATHS, base_url
 from kvbench.workloads.grid import parse_floats, parse_ints
@@ -90,6 +91,7 @@ class SweepConfig:
     prompts: int | None = None
     warmups: int = 4
     repeats: int | None = None
+    until_ci: float | None = None
     seed: int = 0
     slos: tuple[Slo, ...] = DEFAULT_SLOS
     temperature: float = 0.0
@@ -143,6 +145,11 @@ class SweepConfig:
         self._check_target()
         if self.repeats is not None and self.repeats > MOST_REPEATS:
             raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
+        if self.until_ci is not None and self.repeats is not None and self.repeats < FEWEST_REPEATS:
+            raise KvbenchError(
+                f"--until-ci needs at least {FEWEST_REPEATS} repeats to be honest, and --repeats {self.repeats} allows "
+                f"no more; raise it to {FEWEST_REPEATS} or drop one of them"
+            )
 
     def _check_variants(self) -> None:
         if self.cache_salts != ("",) and not any(variant.prefix_caching for variant in self.variants):
@@ -161,11 +168,15 @@ class SweepConfig:
             raise KvbenchError(
                 f"--n {most} at --temperature 0 would give the same answer {most} times; set --temperature above 0"
             )
-        if most > self.max_sequences:
-            raise KvbenchError(
-                f"--n {most} samples of a request never run together in --max-num-seqs {self.max_sequences}; "
-                f"lower --n or raise --max-num-seqs to {most}"
-            )
+        for flag, seats in (
+            ("--max-num-seqs", self.max_sequences),
+            ("--max-num-batched-tokens", self.max_batched_tokens),
+        ):
+            if most > seats:
+                raise KvbenchError(
+                    f"--n {most} samples of a request never run together in {flag} {seats}; "
+                    f"lower --n or raise {flag} to {most}"
+                )
 
     def _check_dataset(self) -> None:
         if (self.dataset == "jsonl") != (self.dataset_path is not None):
@@ -270,6 +281,20 @@ def parse_seconds(text: str | None, flag: str) -> float | None:
     if not 0 < seconds < math.inf:
         raise KvbenchError(f"{flag} must be a time above 0, not {text!r}")
     return seconds
+
+
+def parse_share(text: str | None, flag: str) -> float | None:
+    """`5%` or `0.05` as a share of 1; None where nothing was told."""
+    if text is None:
+        return None
+    number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        share = math.nan
+    if not 0.0001 <= share < 1:
+        raise KvbenchError(f"{flag} must be a share from 0.01% to below 100%, such as 5% or 0.05, not {text!r}")
+    return share
 
 
 def with_server(backends: str, target: str | None, server: str) -> str:

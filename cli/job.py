@@ -15,6 +15,7 @@ from kvbench.engine.shapes import SHAPES, find_shape
 from kvbench.engine.types import Request, Sampling
 from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Context, LoadPoint
+from kvbench.metrics.precision import REPEATS_CAP
 from kvbench.workloads.arrivals import schedule
 from kvbench.workloads.datasets import Dataset, RandomTokens
 from kvbench.workloads.grid import Cell, cells
@@ -109,7 +110,7 @@ class Job:
     def enough(self, cell: Cell, elapsed_s: float) -> bool:
         """Whether to stop before `cell`, the first of its repeat: the user asked for no number of repeats, there are
         enough of them, and one more would not fit `PATIENCE_S`. Only time decides, never a result."""
-        if self.config.repeats is not None or cell.repeat < FEWEST_REPEATS:
+        if self.config.repeats is not None or self.config.until_ci is not None or cell.repeat < FEWEST_REPEATS:
             return False
         return elapsed_s * (cell.repeat + 1) / cell.repeat > PATIENCE_S
 
@@ -147,9 +148,17 @@ def prepare(config: SweepConfig) -> Job:
     contexts = _contexts(config, device)
     datasets = _datasets(config, contexts, hf_config, tokenizer, choices)
     max_model_len = config.max_model_len or _longest(config, datasets, source, hf_config, choices)
-    plan = cells(config.variants, loads, contexts, config.repeats or REPEATS, config.seed)
+    repeats = config.repeats or (REPEATS_CAP if config.until_ci else REPEATS)
+    plan = cells(config.variants, loads, contexts, repeats, config.seed)
     ignore_eos = config.dataset != "jsonl" if config.ignore_eos is None else config.ignore_eos
     endpoint = reach(config, source, tokenizer, _first(config, datasets, plan, ignore_eos))
+    limits = Limits(
+        max_model_len,
+        config.max_batched_tokens,
+        config.max_sequences,
+        config.overflow == "truncate",
+        config.request_timeout_s,
+    )
     model, model_load_s = None, None
     memory = CacheConfig(0, config.block_size, max_model_len)
     if local:
@@ -164,7 +173,7 @@ def prepare(config: SweepConfig) -> Job:
             config=hf_config,
         )
         model_load_s = time.perf_counter() - started_s
-        memory = _memory(config, device, plan, max_model_len, model, choices)
+        memory = _memory(config, device, plan, limits, model, choices)
     job = Job(
         config=config,
         device=device,
@@ -172,13 +181,7 @@ def prepare(config: SweepConfig) -> Job:
         stack=Stack(
             model,
             memory,
-            Limits(
-                max_model_len,
-                config.max_batched_tokens,
-                config.max_sequences,
-                config.overflow == "truncate",
-                config.request_timeout_s,
-            ),
+            limits,
             config.save_tokens,
             endpoint,
         ),
@@ -213,18 +216,18 @@ def _memory(
     config: SweepConfig,
     device: Device,
     plan: list[Cell],
-    max_model_len: int,
+    limits: Limits,
     model: BoundModel,
     choices: dict[str, str],
 ) -> CacheConfig:
     """What each backend gets."""
     per_token = model.kv.bytes_per_token(model.dtype.itemsize)
-    pool_bytes = config.kv_bytes or _default_pool(config, device, plan, max_model_len, per_token, choices)
+    pool_bytes = config.kv_bytes or _default_pool(config, device, plan, limits.max_model_len, per_token, choices)
     return CacheConfig(
         _whole_blocks("--kv-memory", pool_bytes, per_token, config.block_size),
         config.block_size,
-        max_model_len,
-        swap_tokens=_swap_tokens(config, per_token, choices),
+        limits.max_model_len,
+        swap_tokens=_swap_tokens(config, per_token, limits, choices),
     )
 
 
@@ -236,8 +239,9 @@ def _whole_blocks(flag: str, size_bytes: int, per_token: int, block_size: int) -
     return tokens
 
 
-def _swap_tokens(config: SweepConfig, per_token: int, choices: dict[str, str]) -> int:
-    """The rows of host memory that those get who swap; 0 where nobody does."""
+def _swap_tokens(config: SweepConfig, per_token: int, limits: Limits, choices: dict[str, str]) -> int:
+    """The rows of host memory that those get who swap, no more than all that can run at once could fill; 0 where nobody
+    swaps."""
     import torch
 
     from kvbench.engine.environment import available_bytes
@@ -250,7 +254,11 @@ def _swap_tokens(config: SweepConfig, per_token: int, choices: dict[str, str]) -
         size_bytes = min(SWAP_BYTES, int(available * SWAP_SHARE))
         of_what = f"{SWAP_SHARE:.0%} of the {available / 2**30:.1f} GiB of host memory that are available"
         choices["swap_space"] = "as vLLM's default" if size_bytes == SWAP_BYTES else of_what
-    return _whole_blocks("--swap-space", size_bytes, per_token, config.block_size)
+    tokens = _whole_blocks("--swap-space", size_bytes, per_token, config.block_size)
+    most = limits.seats * -(-limits.max_model_len // config.block_size) * config.block_size
+    if tokens > most:
+        choices["swap_space"] = f"{limits.seats} sequences of full length: no more can ever have run"
+    return min(tokens, most)
 
 
 def _torch(dtype: str) -> Any:

@@ -37,7 +37,7 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     try:
         run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
         price = job.config.price_usd_per_hour if local else None  # it is that of this device
-        numbers = dict(summarise(run, slos=job.config.slos, price_usd_per_hour=price))
+        numbers = dict(summarise(run, load=cell.load, slos=job.config.slos, price_usd_per_hour=price))
         status, reason = _verdict(run, load.remaining, timeout_s)
     except CellError as error:
         status, reason = error.status, str(error)
@@ -50,14 +50,18 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
         numbers["achieved_rate_per_s"] = None  # a closed loop asks for no rate
     memory: Row = {}
     if footprint is not None:
-        memory = {"kv_arena_bytes": _arena_bytes(job), **footprint.read()}  # what is held now is held without the cell
+        memory = {**_memory_bytes(job, cell.variant), **footprint.read()}  # what is held now is held without the cell
     return _leading(job, cell, status, reason) | numbers | memory, run
 
 
-def _arena_bytes(job: Job) -> int:
-    """Keys and values of all rows on the device, the same for each backend."""
-    model = job.stack.model
-    return job.stack.arena_rows * model.kv.bytes_per_token(model.dtype.itemsize)
+def _memory_bytes(job: Job, variant: Variant) -> dict[str, int]:
+    """Keys and values of all rows on the device, the same for each backend, and of those in the host's memory."""
+    model, stack = job.stack.model, job.stack
+    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
+    return {
+        "kv_arena_bytes": stack.arena_rows * per_token,
+        "swap_space_bytes": stack.cache_of(variant).swap_tokens * per_token,
+    }
 
 
 def _verdict(run: Run, unasked: int, timeout_s: float) -> tuple[str, str]:
@@ -251,8 +255,8 @@ def _guess(job: Job, cell: Cell, pace: Pace, asked: Asked) -> float:
     """Prompts and answers at the variant's pace, with as many sequences at once as users ask and memory lets run; an
     open loop lasts as long as its schedule at least, and no cell longer than it may.
 
-    Each sample computes its own prompt unless its backend shares rows, and all but the opening wave find the full
-    blocks of a common beginning in a prefix cache.
+    Each sample computes its own prompt unless its backend shares rows, and all but those of the first step find the
+    full blocks of a common beginning in a prefix cache.
     """
     samples, users = cell.context.samples, cell.load.concurrency
     wanted = min(pace.together if users is None else users * samples, job.config.max_sequences)
@@ -260,7 +264,8 @@ def _guess(job: Job, cell: Cell, pace: Pace, asked: Asked) -> float:
     prompts = asked.prompts * (1 if shares(cell.variant) else samples)
     if cell.variant.prefix_caching:
         size = job.stack.cache.block_size
-        opening = max(-(-at_once // samples), len(job.config.cache_salts))
+        fit = job.config.max_batched_tokens * asked.requests // max(1, asked.prompts)
+        opening = max(1, min(-(-at_once // samples), fit), len(job.config.cache_salts))
         prompts -= asked.common // size * size * max(0, asked.requests - opening)
     busy_s = prompts * pace.prefill_s + asked.answers * samples / at_once * pace.step_s(at_once)
     return min(max(asked.until_s, busy_s), job.config.cell_timeout_s or math.inf)

@@ -119,9 +119,8 @@ class Stack:
         return self.loaded
 
     def cache_of(self, variant: Variant) -> CacheConfig:
-        """The memory of one variant: only one that swaps gets host memory, and no more than all that ran could fill."""
-        most = self.limits.seats * -(-self.cache.max_model_len // self.cache.block_size) * self.cache.block_size
-        swap_tokens = min(self.cache.swap_tokens, most) if variant.preemption == "swap" else 0
+        """The memory of one variant: only one that swaps gets host memory."""
+        swap_tokens = self.cache.swap_tokens if variant.preemption == "swap" else 0
         return replace(
             self.cache, reserve=variant.reserve, prefix_caching=variant.prefix_caching, swap_tokens=swap_tokens
         )

@@ -101,7 +101,11 @@ def sweep(
     ] = None,
     num_warmups: Annotated[int, typer.Option(help="Requests before the first cell.")] = 4,
     repeats: Annotated[
-        int | None, typer.Option(help="Independent repeats of every point; default: 2 to 5, as time allows.")
+        int | None, typer.Option(help="Independent repeats of every point; default: 2 to 6, as time allows.")
+    ] = None,
+    until_ci: Annotated[
+        str | None,
+        typer.Option(help="Repeat until every interval of out tok/s is within ± this, as 5%; --repeats is the most."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first repeat.")] = 0,
     slo: Annotated[list[str] | None, typer.Option(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
@@ -169,6 +173,7 @@ def sweep(
         prompts=num_prompts,
         warmups=num_warmups,
         repeats=repeats,
+        until_ci=flags.parse_share(until_ci, "--until-ci"),
         seed=seed,
         slos=flags.parse_objectives(slo or [], goodput),
         temperature=temperature,

@@ -117,7 +117,7 @@ def memory_summary(run: Run, window: Window) -> dict[str, float | int | None]:
         run.steps, "logical_tokens", "logical_held_tokens", "cached_tokens", "swapped_tokens"
     )
     seconds = np.minimum(end_s, window.end_s) - np.maximum(start_s, window.start_s)
-    inside = seconds >= 0
+    inside = (seconds > 0) | ((seconds == 0) & (start_s == end_s))
     summary: dict[str, float | int | None] = {}
 
     def tell(name: str, rows: Rows, of: Rows, *, peak: bool = False) -> None:

@@ -111,6 +111,7 @@ POOL = (
 """Where the rows of the pool were: five parts that add up to 100 %, and what else is said of them."""
 DEVICE = (
     _mebibytes("kv_arena_bytes", "KV arena MiB"),
+    _mebibytes("swap_space_bytes", "swap space MiB"),
     _mebibytes("device_requested_bytes_peak", "torch requested MiB"),
     _mebibytes("device_allocated_bytes_peak", "torch allocated MiB"),
     _mebibytes("device_active_bytes_peak", "torch active MiB"),
@@ -143,8 +144,9 @@ def pool_columns(results: Results) -> tuple[Column, ...]:
 
 
 def device_columns(results: Results) -> tuple[Column, ...]:
-    """torch's figures where it has any."""
-    return _known_to(results, DEVICE)
+    """torch's figures where it has any, and swap space where there was some."""
+    swaps = _anywhere(results, "swap_space_bytes")
+    return _known_to(results, tuple(column for column in DEVICE if swaps or column.key != "swap_space_bytes"))
 
 
 def all_columns(results: Results) -> tuple[Column, ...]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvbench.metrics.points import Context
+from kvbench.metrics.points import Context, LoadPoint
 from kvbench.metrics.stats import P99_SAMPLES
 from kvbench.metrics.store import RunFolder
+from kvbench.metrics.summary import of_total
+from kvbench.metrics.window import STEADY, TOTAL
 from kvbench.reports.groups import OK, Group, Results, Row
 from kvbench.reports.servers import server_checks, server_line
 from kvbench.reports.sign import GOOD, WARNING, Check
@@ -182,7 +185,7 @@ def checks(folder: RunFolder, results: Results) -> list[Check]:
     found += server_checks(folder.manifest, results)
     if results.ok:
         found += [_requests(results), *_rates(results), *_tail(results), *_objectives(folder.manifest, results)]
-        found += [_repeats(results), *_spread(results), *_windows(results)]
+        found += [_repeats(results), *_until(folder.manifest), *_spread(results), *_windows(results)]
     return found
 
 
@@ -219,7 +222,8 @@ def _incomplete(results: Results) -> list[Check]:
 
 
 def _tail(results: Results) -> list[Check]:
-    samples = [int(row["ttft_samples"]) for row in results.ok if row.get("ttft_samples")]
+    # the samples of a request have their first tokens together: only requests are independent
+    samples = [min(int(row["ttft_samples"]), _finished(row)) for row in results.ok if row.get("ttft_samples")]
     if not samples:
         return []
     if min(samples) >= P99_SAMPLES:
@@ -228,11 +232,17 @@ def _tail(results: Results) -> list[Check]:
     return [Check(WARNING, f"{few}: below {P99_SAMPLES} the slowest alone decide it")]
 
 
+def _finished(row: Row) -> int:
+    """Requests of which all samples finished; all there are where a row does not say."""
+    return int(row["requests_finished"] if row.get("requests_finished") is not None else row["ttft_samples"])
+
+
 def _rates(results: Results) -> list[Check]:
     """Of an open loop: what was asked, drawn and answered, where a variant fell behind its schedule."""
     behind = []
     for group in results.groups:
-        drawn, answered = group.mean("achieved_rate_per_s").value, group.mean("requests_per_s").value
+        whole = replace(group, rows=tuple(of_total(row) for row in group.rows))  # whoever is late, answers in the end
+        drawn, answered = whole.mean("achieved_rate_per_s").value, whole.mean("requests_per_s").value
         if group.load.request_rate is None or drawn is None or answered is None:
             continue
         if answered < (1 - RATE_SLACK) * drawn:
@@ -270,7 +280,34 @@ def _repeats(results: Results) -> Check:
     return Check(GOOD, f"{most} repeats, paired by seed")
 
 
+def _until(manifest: Row) -> list[Check]:
+    """Of a run that repeats until its intervals are narrow: whether they are."""
+    found = facts(manifest, "until_ci")
+    if not found:
+        return []
+    within = f"within ± {percent(found['share'], 1)} after {count(found['repeats'], 'repeat')}"
+    if found.get("reached"):
+        return [Check(GOOD, f"every interval of out tok/s is {within}")]
+    return [Check(WARNING, f"not every interval of out tok/s is {within}: {listing(found['wide'])}")]
+
+
 def _windows(results: Results) -> list[Check]:
-    windows = dict.fromkeys(str(row["window"]) for row in results.ok if row.get("window"))
-    meaning = {"total": "total window: start and end of the load included"}
-    return [Check(GOOD, meaning.get(name, f"{name} window")) for name in windows]
+    """Which window the numbers of each load are of; and of a total one, why no steady one."""
+    meaning = {
+        STEADY: "steady window: start and end of the load left out",
+        TOTAL: "total window: start and end of the load included",
+    }
+    loads: dict[str, list[str]] = {}
+    for row in results.ok:
+        if row.get("window"):
+            loads.setdefault(str(row["window"]), []).append(str(LoadPoint.of(row)))
+    why = Counter(str(row["window_reason"]) for row in results.ok if row.get("window_reason"))
+    found = []
+    for name, where in loads.items():
+        text = meaning.get(name, f"{name} window")
+        if len(loads) > 1:
+            text += f", at {listing(list(dict.fromkeys(where)))}"
+        if name == TOTAL and why:
+            text += f" ({why.most_common(1)[0][0]})"
+        found.append(Check(GOOD, text))
+    return found

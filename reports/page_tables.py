@@ -55,7 +55,7 @@ class Meter:
 _METERS = (
     ("KV memory that holds tokens", "kv_utilisation_mean", percent, 1.0),
     ("Held but wasted, share of what is held", "kv_fragmentation_mean", percent, 1.0),
-    ("Requests running at once, peak", "peak_running", number, None),
+    ("Answers in the making at once, peak", "peak_running", number, None),
     (
         "Waiting for a slot, 99th percentile",
         "queue_p99_s",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.metrics.points import LoadPoint
-from kvbench.metrics.stats import Interval
+from kvbench.metrics.stats import WITHIN, Interval
 from kvbench.reports.additions import further
 from kvbench.reports.contests import LEVEL, PRIMARY, TELLING, Contest, able_variants, contests, focus, reference, room
 from kvbench.reports.context import cells_failed, unfinished
@@ -117,6 +117,8 @@ def _absent(results: Results, variant: Variant) -> str:
 def _range(speed: Interval) -> str:
     if speed.low is None:
         return "one repeat: how far it would vary is not known"
+    if speed.over == WITHIN:
+        return f"{percent(LEVEL)} interval within its one repeat {number(speed.low, 1)} to {number(speed.high, 1)}"
     return f"{percent(LEVEL)} interval {number(speed.low, 1)} to {number(speed.high, 1)}, {count(speed.n, 'repeat')}"
 
 

@@ -91,7 +91,7 @@ def render(results: Results, fmt: str = "table", width: int = 80) -> str:
     out the device's own figures."""
     assert fmt in FORMATS, fmt
     if fmt == "csv":
-        return _csv(records(results))
+        return to_csv(records(results))
     if fmt == "json":
         return json.dumps(records(results), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     tables, pool, device = summary(results), pool_table(results), device_table(results)
@@ -143,7 +143,7 @@ def _places(results: Results) -> tuple[Place, ...]:
     return tuple(place for place, shown in places.items() if shown)
 
 
-def _csv(rows: Sequence[dict[str, Value]]) -> str:
+def to_csv(rows: Sequence[dict[str, Value]]) -> str:
     """Full precision, None an empty field; a text that a spreadsheet would run as a formula gets a '."""
     out = io.StringIO()
     heads = dict.fromkeys(name for row in rows for name in row)

@@ -288,7 +288,7 @@ def test_the_headline_names_a_prefix_where_the_grid_has_several(tmp_path: Path) 
     for prefix, backend, repeat in product((0, 80), ("contiguous", "paged"), range(2)):
         run = serve(backend, 1, 20, 0.1 / (1.2 if backend == "paged" else 1))
         add(folder, backend, 1, repeat, run, prefix_tokens=prefix, cell=f"{backend}-{prefix}-{repeat}")
-    assert finding(folder).headline.endswith("at 1 user, with 4 tokens in, 4 tokens out and no prefix.")
+    assert finding(folder).headline.endswith("with 4 tokens in, 4 tokens out and a shared prefix of 80 tokens.")
 
 
 def test_rates_in_place_of_users(tmp_path: Path) -> None:

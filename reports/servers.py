@@ -32,7 +32,9 @@ def server_line(manifest: Row) -> str:
     if not isinstance(server, dict):
         return ""
     made = " ".join(str(server[key]) for key in ("software", "version") if server.get(key))
-    return f"server {server.get('model')}{f' ({made})' if made else ''} at {server.get('url')}"
+    model = str(server.get("model"))
+    name = model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model  # a folder by its name
+    return f"server {name}{f' ({made})' if made else ''} at {server.get('url')}"
 
 
 def server_checks(manifest: Row, results: Results) -> list[Check]:

@@ -11,7 +11,7 @@ from kvbench.metrics.stats import UNPROVEN
 from kvbench.reports.comparison import Judged, Match, Outcome
 from kvbench.reports.contests import LEVEL
 from kvbench.reports.tables import Value, to_csv
-from kvbench.reports.words import count, number, percent, ratio_decimals
+from kvbench.reports.words import count, number, percent, ratio_decimals, ratio_end
 
 HEADS = ("metric", "base", "new", "effect", "interval", "verdict")
 NEEDS_TWO = "needs two repeats"
@@ -101,7 +101,7 @@ def _line(one: Judged) -> list[str]:
         )
     else:
         decimals = ratio_decimals(effect.value, effect.low, effect.high)
-        value, low, high = (number(v, decimals) for v in (effect.value, effect.low, effect.high))
+        value, low, high = (ratio_end(v, decimals) for v in (effect.value, effect.low, effect.high))
         value = f"{value} ×" if effect.value is not None else value
     interval = f"{low} to {high}" if effect.low is not None else ""
     head = f"{metric.head} {metric.unit}".strip() + (" (primary)" if one.primary else "")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kvbench.metrics.latency import latencies
 from kvbench.metrics.memory import memory_summary
+from kvbench.metrics.rate import rates
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run
 from kvbench.metrics.slo import ATTAINMENT_TARGET, DEFAULT_SLOS, Slo
 from kvbench.metrics.stats import percentile
@@ -36,6 +37,7 @@ def summarise(
         "duration_s": window.duration_s,
         **_latency(requests),
         **throughput,
+        **rates(requests),
         **_objectives(requests, slos, window),
         **memory_summary(run, window),
         **_counts(run, requests, window),
@@ -77,7 +79,6 @@ def _throughput(run: Run, requests: Sequence[RequestRecord], window: Window, car
         "input_tokens_per_s": per_s(tokens_in),
         "total_tokens_per_s": per_s(tokens_in + tokens_out),
         "requests_per_s": per_s(sum(_status(samples) == FINISHED for samples in _asked(requests))),
-        "achieved_rate_per_s": _achieved_rate(requests),
     }
 
 
@@ -85,12 +86,6 @@ def _tokens(run: Run, window: Window) -> tuple[int, int]:
     """Input and output tokens of the window; a prompt counts once, however many samples are drawn from it."""
     tokens_in = sum(one.input_tokens for one in run.requests if one.sample == 0 and one.first_s in window)
     return tokens_in, sum(at_s in window for request in run.requests for at_s in request.token_s)
-
-
-def _achieved_rate(requests: Sequence[RequestRecord]) -> float | None:
-    """Requests per second as they were sent, (N - 1) / (last send - first send)."""
-    sent = [samples[0].sent_s for samples in _asked(requests)]
-    return (len(sent) - 1) / (max(sent) - min(sent)) if sent and max(sent) > min(sent) else None
 
 
 def _objectives(requests: Sequence[RequestRecord], slos: Sequence[Slo], window: Window) -> dict[str, Number]:

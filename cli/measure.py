@@ -130,7 +130,7 @@ def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
         if variant in paces:
             continue
         requests = _short(job, variant)
-        first = _try(job, variant, requests[:1])
+        first = _try(job, variant, [replace(requests[0], n=1)])  # alone, without siblings
         if not paces and first is not None and first.requests[0].first_s is not None:
             cold_s = job.stack.model.first_forward_s + first.requests[0].first_s
         many = _try(job, variant, requests) if job.config.warmups else None

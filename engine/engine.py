@@ -157,7 +157,7 @@ class Engine:
         for chunk in batch.chunks:
             chunk.sequence.computed = chunk.end
             self.allocator.commit(chunk.sequence)
-        drawn = [sequence for chunk in batch.chunks for sequence in chunk.drawn]
+        drawn = batch.drawn()
         ended: list[tuple[Sequence, str]] = []
         for sequence, token in zip(drawn, sampled.tokens, strict=True):
             sequence.emit(token, batch.step)

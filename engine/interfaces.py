@@ -3,7 +3,7 @@
 | protocol  | implementations                             | what may go wrong                                  |
 | Allocator | contiguous.Slots, paged.BlockPool           | shortage is False; all else is a fault             |
 | Retiring  | contiguous.Slots                            | (an Allocator for static batches)                  |
-| Paging    | paged.BlockPool                             | (an Allocator of rows that can be shared and moved) |
+| Paging    | paged.BlockPool                             | (an Allocator whose rows can be shared and moved)  |
 | Cache     | contiguous.SlotCache, paged.BlockCache      | nothing: the allocator has already said yes        |
 | Executor  | runner.ModelRunner, virtual ones            | CellError: out of memory, logits that are NaN      |
 | Clock     | clock.WallClock, clock.VirtualClock         | nothing                                            |

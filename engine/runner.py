@@ -47,7 +47,7 @@ class ModelRunner:
         for chunk in batch.chunks:
             ids.extend(chunk.sequence.tokens[chunk.start : chunk.end])
             positions.extend(range(chunk.start, chunk.end))
-            keep.extend([len(ids) - 1] * len(chunk.drawn))
+            keep.extend([len(ids) - 1] * chunk.draws)
         return self._tensor(ids), self._tensor(positions), self._tensor(keep)
 
     def _tensor(self, values: list[int]) -> Tensor:
@@ -58,4 +58,4 @@ class ModelRunner:
         logits are no numbers."""
         self._cache.begin(batch)
         logits = self._model.forward(ids, positions, keep, self._cache)
-        return next_tokens(logits, [sequence for chunk in batch.chunks for sequence in chunk.drawn])
+        return next_tokens(logits, batch.drawn())

@@ -163,7 +163,7 @@ class Scheduler:
             if self._running_soon() + 1 + len(sequence.forks) > self.limits.seats:
                 return None
             if not self.allocator.could_hold(sequence, sequence.known):
-                self.waiting.popleft()
+                self.drop(sequence)
                 plan.hopeless.append((sequence, self._outgrown(sequence, sequence.known)))
                 continue
             if not self.allocator.reserve(sequence, sequence.known):

@@ -186,9 +186,9 @@ class Chunk:
         return self.end - self.start
 
     @property
-    def drawn(self) -> tuple[Sequence, ...]:
-        """The sequences to which its last position gives a token each."""
-        return (self.sequence, *self.sequence.forks) if self.samples else ()
+    def draws(self) -> int:
+        """How many tokens its last position gives: one to its sequence and to each sample that waits for the prompt."""
+        return 1 + len(self.sequence.forks) if self.samples else 0
 
 
 COPY, OUT, IN = "copy", "out", "in"
@@ -217,6 +217,16 @@ class Batch:
     @property
     def tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
+
+    def drawn(self) -> list[Sequence]:
+        """The sequences to which it gives a token each, in order."""
+        found: list[Sequence] = []
+        for chunk in self.chunks:
+            if chunk.samples:
+                found.append(chunk.sequence)
+                if chunk.sequence.forks:
+                    found.extend(chunk.sequence.forks)
+        return found
 
     def moved(self, way: str) -> int:
         """Rows that are moved this way."""

@@ -3,13 +3,13 @@
 Two backends, a contiguous preallocated cache and a paged one, run under one engine and one load. To know the whole,
 read in this order:
 
-1. `engine/types.py`       Request, Sequence, Chunk, Batch: what flows through everything
-2. `engine/interfaces.py`  the seams: Allocator, Cache, Executor, Clock, Load
+1. `engine/types.py`       Request, Sequence, Chunk, Batch, Move: what flows through everything
+2. `engine/interfaces.py`  the seams: Allocator (and Paging), Cache, Executor, Clock, Load
 3. `engine/scheduler.py`   which tokens are computed next (no phases: computed catches up with known)
    `engine/static.py`      the other way to batch: as a whole, the traditional one
 4. `engine/engine.py`      Engine and `serve`, the loop around it
 5. `contiguous/slots.py`, `paged/blocks.py`   the two memory policies, host bookkeeping only;
-                                              `paged/prefix.py`: what sequences share
+                           `paged/prefix.py` and `holders.py`: what sequences share; `swap.py`: what makes room
 6. `contiguous/cache.py`, `paged/cache.py`    where a token's row lies in the arena both share
 7. `engine/model.py`, `engine/runner.py`      transformers' own model over our attention, on a device; its tokens are
                            chosen in `engine/sampling.py`

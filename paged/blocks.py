@@ -1,6 +1,7 @@
 """The paged policy: rows in blocks of a few tokens, taken when a sequence grows into them (PagedAttention, SOSP'23,
 arXiv 2309.06180). A sequence wastes at most the unfilled part of its last block, and shares what it has in common with
-others: all it began with where it was forked, and with `prefix_caching` the full blocks of any equal beginning."""
+others: a prompt with the other samples of its request, and with `prefix_caching` the full blocks of any equal
+beginning."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ class BlockPool:
         self._accounts = Accounts(pool_tokens)
         self._free = list(range(self.blocks, 0, -1))
         self._tables: dict[int, list[int]] = {}
+        self._samples: dict[int, list[Sequence]] = {}  # of each request that asks for several, those that hold blocks
         self._holders = Holders(self._accounts, block_size)
         self._prefixes = PrefixCache(block_size) if prefix_caching else None
         self._swap = SwapSpace(swap_tokens, block_size)
@@ -54,8 +56,8 @@ class BlockPool:
         table = self._tables.get(sequence.id)
         if table is None:
             return self._begin(sequence, rows)
-        copied = self._to_be_copied(sequence, table, rows)
         more = max(0, self._count(rows) - len(table))
+        copied = bool(self._holders.partial) and self._to_be_copied(sequence, table, rows)
         if not (more or copied):
             return True
         if more + copied > self._available([]):
@@ -73,25 +75,36 @@ class BlockPool:
         if more > self._available(hits):
             return False
         found = len(hits) * self.block_size
-        for block in hits:
-            assert self._prefixes is not None
-            self._prefixes.take(block)
+        if self._prefixes is not None:
+            self._prefixes.take(hits)
         shared = self._holders.join(hits, sequence.id, found)
-        table = self._tables[sequence.id] = [*hits, *self._take(more, sequence)]
+        table = self._enter(sequence, [*hits, *self._take(more, sequence)])
         self._accounts.hold(sequence, len(table) * self.block_size, rows, *shared)
         sequence.computed = max(found, self._swap.take(sequence.id, table, len(hits)))
         self._accounts.fill(sequence)
         return True
+
+    def _enter(self, sequence: Sequence, table: list[int]) -> list[int]:
+        """The sequence's table from now on."""
+        self._tables[sequence.id] = table
+        if sequence.request.n > 1:
+            self._samples.setdefault(sequence.request.id, []).append(sequence)
+        return table
 
     def _count(self, rows: int) -> int:
         """Blocks that so many rows take."""
         return -(-rows // self.block_size)
 
     def _hits(self, sequence: Sequence, rows: int) -> list[int]:
-        """Blocks that hold the beginning of a sequence which holds nothing; its last token must run, so never all."""
-        if self._prefixes is None:
-            return []
-        return self._prefixes.find(sequence, min(rows, sequence.known - 1) // self.block_size)
+        """Full blocks that hold the beginning of a sequence which holds nothing, those of another sample's prompt or
+        what the prefix cache has, whichever is more; its last token must run, so never all."""
+        most = min(rows, sequence.known - 1) // self.block_size
+        found = [] if self._prefixes is None else self._prefixes.find(sequence, most)
+        for other in self._samples.get(sequence.request.id, ()):
+            common = min(sequence.prompt_tokens, other.prompt_tokens, other.computed) // self.block_size
+            if (count := min(most, common)) > len(found):
+                found = self._tables[other.id][:count]
+        return found
 
     def _available(self, hits: list[int]) -> int:
         """Blocks that could be handed out while the hits are held."""
@@ -112,7 +125,7 @@ class BlockPool:
 
     def _to_be_copied(self, sequence: Sequence, table: list[int], rows: int) -> bool:
         """Whether the sequence is about to write into a block that others read."""
-        if not self._holders.partial or sequence.computed >= min(rows, len(table) * self.block_size):
+        if sequence.computed >= min(rows, len(table) * self.block_size):
             return False
         return table[sequence.computed // self.block_size] in self._holders.partial
 
@@ -127,7 +140,7 @@ class BlockPool:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert child.id not in self._tables and child.computed == parent.computed > 0, (parent.id, child.id)
-        table = self._tables[child.id] = self._tables[parent.id][: self._count(parent.computed)]
+        table = self._enter(child, self._tables[parent.id][: self._count(parent.computed)])
         shared = self._holders.join(table, child.id, parent.computed)
         self._accounts.hold(child, len(table) * self.block_size, parent.computed, *shared)
         self._accounts.fill(child)
@@ -153,6 +166,10 @@ class BlockPool:
 
     def _give_back(self, sequence: Sequence) -> None:
         self._accounts.release(sequence)
+        if sequence.request.n > 1:
+            self._samples[sequence.request.id].remove(sequence)
+            if not self._samples[sequence.request.id]:
+                del self._samples[sequence.request.id]
         for block in self._holders.leave(reversed(self._tables.pop(sequence.id)), sequence.id):
             self._copies.pop(block, None)
             self._swap.forget(block)

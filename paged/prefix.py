@@ -59,9 +59,10 @@ class PrefixCache:
             parent = node.serial
         return found
 
-    def take(self, block: int) -> None:
-        """Somebody holds a block that was found."""
-        self._idle.pop(block, None)
+    def take(self, blocks: list[int]) -> None:
+        """Somebody holds the blocks that were found."""
+        for block in blocks:
+            self._idle.pop(block, None)
 
     def keep(self, sequence: Sequence, table: list[int]) -> None:
         """Index the blocks of the sequence that have become full. One whose content is known already stays out, but the

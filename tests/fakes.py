@@ -126,7 +126,7 @@ class FakeExecutor:
         found = [
             self._token([self._arena[row] for row in rows_of(self._pool, chunk.sequence, chunk.end)], drawn.sample)
             for chunk in chunks
-            for drawn in chunk.drawn
+            for drawn in Batch(batch.step, (chunk,)).drawn()
         ]
         done_s = self._ends_s[batch.step] if self._ends_s else now_s + cost_s(batch)
         return Ticket(batch, done_s, pending=Sampled(found, (done_s - now_s) / 2))

@@ -17,7 +17,7 @@ from test_engine import Cell
 from test_prefix_runs import Watched, check_rows
 
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import COMMON, Sampling, Sequence, Usage
+from kvbench.engine.types import COMMON, SAMPLE, Sampling, Sequence, Usage
 from kvbench.metrics.memory import memory_summary, split
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, Hold
 from kvbench.metrics.window import total
@@ -317,3 +317,16 @@ def test_what_is_given_up_before_its_copy_is_not_copied() -> None:
     assert pool.reserve(parent, 7)
     pool.free(parent)
     assert pool.take_moves() == [] and pool.usage() == Usage(0, 0, 64)
+
+
+def test_a_sample_that_comes_back_finds_the_prompt_with_another() -> None:
+    """Blocks of 4, no prefix cache. Two samples of a prompt of two blocks run beside a request that leaves no room for
+    the second; it comes back once that has ended, and begins behind the prompt. That is no hit in its record."""
+    requests = [asking(0, list(range(20, 28)), 5), asking(1, list(range(8)), 9, n=2)]
+    run, batches, _ = serve_on(BlockPool(24, 4), ClosedLoop(requests, 2), Limits(32))
+    _, first, second = run.requests
+    assert (first.preemptions, second.preemptions, second.cached_tokens) == (0, 1, 0)
+    pieces = [piece for batch in batches for piece in batch if piece.id == SAMPLE + 1]
+    assert (pieces[0].stay, pieces[0].start) == (1, 8)
+    expected = [answer(requests[0]), answer(requests[1]), answer(requests[1], sample=1)]
+    assert [one.output_token_ids for one in run.requests] == expected

@@ -179,6 +179,33 @@ def test_a_prefix_cache_off_and_on_are_two_rows_of_one_run(capsys: pytest.Captur
     assert "Paged + prefix cache" in (folder.path / "report.html").read_text()
 
 
+def test_samples_swaps_and_prefixes_change_memory_and_no_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four samples a prompt in a pool for a few of them: every variant gives every sample the same tokens."""
+    folder = sweep(
+        *("--model", "tiny", "--dtype", "float32", "--input-len", "19", "--output-len", "24", "--prefix-len", "16"),
+        *("--n", "4", "--temperature", "1", "--concurrency", "4", "--repeats", "1", "--kv-memory", "800KiB"),
+        *("--num-prompts", "8", "--num-warmups", "1"),
+        *("--prefix-caching", "off,on", "--preemption", "recompute,swap", "--swap-space", "1MiB", "--save-tokens"),
+    )
+    rows = {(row["backend"], row["prefix_caching"], row["preemption"]): row for row in folder.rows()}
+    assert len(rows) == 5 and all(row["status"] == "ok" for row in rows.values())
+    answers = set()
+    for (backend, caching, preemption), row in rows.items():
+        run = folder.run(row["cell"])
+        assert [(one.request, one.sample) for one in run.requests] == [(n, k) for n in range(8) for k in range(4)]
+        assert len({tuple(one.output_token_ids or ()) for one in run.requests}) == 32
+        answers.add(str([one.output_token_ids for one in run.requests]))
+        assert (row["samples"], row["requests_submitted"], row["requests_finished"]) == (4, 8, 8)
+        assert (row["kv_blocks_saved_mean"] > 0.05) == (backend == "paged")
+        assert (row["swapped_tokens_peak"] > 0) == (row["swaps"] > 0) == (preemption == "swap")
+        assert (row["prefix_hit_rate"] > 0) == caching
+        assert backend == "contiguous" or row["preemptions"] > 0
+    assert len(answers) == 1
+    page, words = (folder.path / "report.html").read_text(), capsys.readouterr().out
+    assert "blocks saved" in page and "swapped" in page and "4 answers to each prompt" in page
+    assert "blocks" in words and "swap" in words
+
+
 def test_two_equal_cells_find_nothing_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:  # vllm#54227
     folder = sweep(*QUICK, *PREFIX, "--backend", "paged", "--concurrency", "3,3")
     first, second = folder.rows()

@@ -19,7 +19,7 @@ from kvbench.metrics.store import RunFolder
 from kvbench.workloads.datasets import Dataset, RandomTokens
 from kvbench.workloads.lengths import Lengths
 from kvbench.workloads.sharegpt import ShareGpt
-from kvbench.workloads.traces import Trace
+from kvbench.workloads.traces import TRACES, Trace, trace_file
 
 if TYPE_CHECKING:
     from kvbench.cli.job import Job
@@ -114,9 +114,9 @@ def kv_facts(job: Job) -> dict[str, Any]:
 
 def dataset_facts(config: SweepConfig) -> dict[str, Any]:
     """The data set by name and, where it is a file, by content."""
-    path = config.dataset_path
-    if path is None:
+    if config.dataset_path is None:
         return {"name": config.dataset}
+    path = trace_file(config.dataset_path) if config.dataset in TRACES else config.dataset_path
     try:
         with path.open("rb") as file:
             return {"name": config.dataset, "sha256": file_digest(file, "sha256").hexdigest()}

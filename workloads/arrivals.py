@@ -115,21 +115,19 @@ class Arrivals:
         """Gaps of mean 1, added up and put on the clock by `when`; more of them until the end is reached."""
         import numpy as np
 
-        rng = stream(seed, "arrivals")
-        enough = count if count is not None else int(min(rate_per_s * cast(float, duration_s), MOST)) + 64
-        units = np.empty(0)
+        rng, most = stream(seed, "arrivals"), MOST if count is None else count
+        enough = most if duration_s is None else min(most, int(min(rate_per_s * duration_s, MOST)) + 64)
+        gaps = np.empty(0)
         while True:
             with np.errstate(all="ignore"):  # overflow shows in the last time, which the caller checks
-                if self.kind == "constant":
-                    gaps = np.ones(enough)
-                else:
-                    gaps = rng.standard_gamma(self.burstiness, size=enough) / self.burstiness
-                units = np.concatenate([units, (units[-1] if units.size else 0.0) + np.cumsum(gaps)])
-                times = when(units)
-            if count is not None or not times[-1] <= cast(float, duration_s):
+                more = np.ones(enough) if self.kind == "constant" else rng.standard_gamma(self.burstiness, enough)
+                gaps = np.concatenate([gaps, more / self.burstiness])
+                times = when(np.cumsum(gaps))
+            if gaps.size >= most or (duration_s is not None and not times[-1] <= duration_s):
                 break
-            if units.size > MOST:
-                raise KvbenchError(f"--duration {duration_s:g}s brings over {MOST:,} requests; shorten it")
+            enough = min(gaps.size, most - gaps.size)
+        if duration_s is not None and count is None and times[-1] <= duration_s:
+            raise KvbenchError(f"--duration {duration_s:g}s brings over {MOST:,} requests; shorten it")
         if duration_s is not None:
             times = times[times <= duration_s]
         found: list[float] = times.tolist()

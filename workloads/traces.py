@@ -141,6 +141,11 @@ def read_trace(name: str, path: Path, vocab_size: int, excluded: frozenset[int] 
     return Trace(name, [replace(row, at_s=row.at_s - start_s) for row in rows], vocab_size, excluded, note)
 
 
+def trace_file(path: Path) -> Path:
+    """The file to read: that of our own runs may be named by its cell's folder."""
+    return path / "requests.parquet" if path.is_dir() else path
+
+
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """The lines of a text file that are not blank, each with its place."""
     if path.exists() and not path.is_file():
@@ -219,7 +224,7 @@ def _read_run(path: Path) -> tuple[list[Recorded], str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = path / "requests.parquet" if path.is_dir() else path
+    file = trace_file(path)
     columns = ["request", "scheduled_s", "input_tokens", "output_tokens", "max_tokens", "status"]
     try:
         table = pq.read_table(file)

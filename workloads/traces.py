@@ -255,7 +255,7 @@ def _read_run(path: Path) -> tuple[list[Recorded], str]:
             raise KvbenchError(f"{where} has {len(ids)} prompt_token_ids but {tokens} input_tokens")
         answer = _count(row["output_tokens"], "output_tokens", where) if finished else limit
         rows.append(Recorded(at_s, tokens, answer, prompt=None if ids is None else tuple(ids), limit=limit))
-    note = f"{unfinished} requests that did not finish count with the answer they declared" if unfinished else ""
+    note = f"{unfinished} of its requests did not finish and count with the answer they declared" if unfinished else ""
     return rows, note
 
 

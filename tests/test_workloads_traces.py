@@ -90,7 +90,9 @@ def test_a_load_hands_out_the_trace_as_it_was_scheduled_on_a_clock_that_stalls(a
     while (next_s := load.next_s()) is not None:
         now_s = max(now_s, next_s) + 0.75
         handed += load.due(now_s)
-    assert [request.scheduled_s for request in handed] == times == [t for t in played(azure, trace_scale=10.0) if t <= 12]
+    assert (
+        [request.scheduled_s for request in handed] == times == [t for t in played(azure, trace_scale=10.0) if t <= 12]
+    )
     trace = read_trace("azure", azure, 100)
     assert [len(request.prompt) for request in handed] == [row.input_tokens for row in trace.rows[: len(times)]]
     assert [request.output_tokens for request in handed] == [row.output_tokens for row in trace.rows[: len(times)]]
@@ -147,7 +149,7 @@ def test_mooncakes_hits_are_those_of_its_ids(mooncake: Path) -> None:
     for line in mooncake.read_text().splitlines():
         row = json.loads(line)
         full = row["hash_ids"][: (row["input_length"] - 1) // HASHED]
-        paths = [tuple(full[max(0, end - 3) : end]) + (end,) for end in range(1, len(full) + 1)]
+        paths = [(*full[max(0, end - 3) : end], end) for end in range(1, len(full) + 1)]
         hits = next((place for place, path in enumerate(paths) if path not in seen), len(full))
         found, asked = found + hits * HASHED, asked + row["input_length"]
         seen.update(paths)
@@ -194,7 +196,10 @@ def test_a_run_of_our_own_is_asked_again(tmp_path: Path, ids: bool) -> None:
         read_trace("run", write_run(tmp_path, True), 3)
 
 
-AZURE, MOON = b"TIMESTAMP,ContextTokens,GeneratedTokens\n", b'{"timestamp": 0, "input_length": 600, "output_length": 1, '
+AZURE, MOON = (
+    b"TIMESTAMP,ContextTokens,GeneratedTokens\n",
+    b'{"timestamp": 0, "input_length": 600, "output_length": 1, ',
+)
 DAMAGED = [
     ("azure", b"", "holds no requests"),
     ("azure", AZURE, "holds no requests"),

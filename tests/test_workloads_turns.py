@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from fakes import answer, asking, make_pool, serve_on
 from hypothesis import given
@@ -72,7 +74,7 @@ def test_a_client_thinks_and_holds_its_place() -> None:
     records = served.run.requests
     assert [one.request for one in records] == list(range(6)) and {one.status for one in records} == {FINISHED}
     assert [one.turn for one in records] == [0, 1, 2, 0, 1, 2]
-    for before, after in zip(records, records[1:], strict=False):
+    for before, after in pairwise(records):
         assert before.last_s is not None
         assert after.scheduled_s == before.last_s + (2.0 if after.turn else 0.0)
 
@@ -99,16 +101,14 @@ def test_every_answer_is_that_of_the_whole_conversation(turns: int, count: int, 
 def test_later_turns_hit_what_their_conversation_left_and_the_outline_knows_it(size: int) -> None:
     """One conversation after the other, in a pool where nothing is evicted: hits are exactly those foretold, turn by
     turn the full blocks of all that came before."""
-    dataset = RandomTokens(
-        Lengths(9, 0.8), Lengths(7, 0.8), vocab_size=5_000, prefix=10, groups=Groups(2), turns=3
-    )
+    dataset = RandomTokens(Lengths(9, 0.8), Lengths(7, 0.8), vocab_size=5_000, prefix=10, groups=Groups(2), turns=3)
     for cached in (True, False):
         kind = f"{'cached' if cached else 'paged'}-{size}"
         load = ClosedLoop(draw_requests(dataset, 24, seed=5), 1)
         run = serve_on(make_pool(kind, 5_000, 200), load, Limits(200, 256)).run
         found = sum(one.cached_tokens for one in run.requests) / sum(one.input_tokens for one in run.requests)
         assert found == (hit_rate(dataset.outline(24, 5), size) if cached else 0)
-        for before, after in zip(run.requests, run.requests[1:], strict=False):
+        for before, after in pairwise(run.requests):
             if after.turn and cached:
                 left = before.input_tokens + before.output_tokens - 1
                 assert after.cached_tokens == left // size * size

@@ -18,6 +18,8 @@ from kvbench.workloads.streams import stream
 if TYPE_CHECKING:
     import numpy as np
 
+    Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -121,8 +123,7 @@ class RandomTokens:
     name: ClassVar[str] = "random"
 
     def __post_init__(self) -> None:
-        if self._allowed().size == 0:
-            raise KvbenchError(f"a vocabulary of {self.vocab_size} leaves no id to draw; use a model with a larger one")
+        allowed_ids(self.vocab_size, self.excluded)
 
     @property
     def longest_input(self) -> int:
@@ -135,7 +136,7 @@ class RandomTokens:
     def draw(self, count: int, seed: int) -> list[Drawn]:
         """`count` requests; lengths, ids, prefixes and groups come from streams of their own."""
         inputs, outputs, groups = self._drawn_lengths(count, seed)
-        allowed = self._allowed()
+        allowed = allowed_ids(self.vocab_size, self.excluded)
         ids = iter(allowed[stream(seed, "tokens").integers(0, allowed.size, size=sum(inputs))].tolist())
         size = self.prefix * self.groups.count
         prefixes = allowed[stream(seed, "tokens.prefix").integers(0, allowed.size, size=size)].tolist()
@@ -166,10 +167,16 @@ class RandomTokens:
         outputs = self.output.draw(count, stream(seed, "lengths.output"))
         return inputs, outputs, self.groups.draw(-(-count // self.turns), seed)
 
-    def _allowed(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        import numpy as np
 
-        return np.setdiff1d(np.arange(max(self.vocab_size, 0)), np.fromiter(self.excluded, np.int64))
+def allowed_ids(vocab_size: int, excluded: frozenset[int]) -> Ids:
+    """The ids that random text is made of; KvbenchError where there are none."""
+    import numpy as np
+
+    allowed = np.ones(max(vocab_size, 0), dtype=bool)
+    allowed[[token for token in excluded if 0 <= token < vocab_size]] = False
+    if not allowed.any():
+        raise KvbenchError(f"a vocabulary of {vocab_size} leaves no id to draw; use a model with a larger one")
+    return np.flatnonzero(allowed)
 
 
 def cut(rows: Iterable[Drawn], count: int) -> list[Drawn]:

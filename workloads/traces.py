@@ -24,15 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import KvbenchError
 from kvbench.metrics.records import FINISHED
-from kvbench.workloads.datasets import Drawn, Outline, Segment
+from kvbench.workloads.datasets import Drawn, Outline, Segment, allowed_ids
 from kvbench.workloads.lengths import LONGEST
 from kvbench.workloads.streams import stream
 from kvbench.workloads.text import check_ids
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+    from kvbench.workloads.datasets import Ids
 
 HASHED = 512
 """Tokens of a block that a `hash_id` of Mooncake's stands for."""
@@ -70,7 +68,8 @@ class Trace:
 
     @property
     def longest_output(self) -> int:
-        return max(row.output_tokens for row in self.rows)
+        """As long as the longest declared, where the file knows it: room is made for that."""
+        return max(row.limit or row.output_tokens for row in self.rows)
 
     @property
     def rate_per_s(self) -> float | None:
@@ -90,12 +89,8 @@ class Trace:
 
     def draw(self, count: int, seed: int) -> list[Drawn]:
         """The first `count` rows; ids that the file does not bring are random, equal blocks of one seed being equal."""
-        import numpy as np
-
         assert count <= len(self.rows), f"{count} rows of {len(self.rows)}"
-        allowed = np.setdiff1d(np.arange(max(self.vocab_size, 0)), np.fromiter(self.excluded, np.int64))
-        if not allowed.size:
-            raise KvbenchError(f"a vocabulary of {self.vocab_size} leaves no id to draw; use a model with a larger one")
+        allowed = allowed_ids(self.vocab_size, self.excluded)
         rows = self.rows[:count]
         bare = sum(row.input_tokens for row in rows if row.prompt is None and not row.blocks)
         ids = iter(allowed[stream(seed, "tokens").integers(0, allowed.size, size=bare)].tolist())

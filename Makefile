@@ -9,7 +9,7 @@ GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo 
 PINS := $(if $(GPU),,-c constraints-cpu.txt)
 KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
 
-.PHONY: sweep model test soak sharing check venv clean
+.PHONY: sweep model test soak bench peers sharing check venv clean
 .DELETE_ON_ERROR:
 
 sweep: model
@@ -22,13 +22,21 @@ test: $(VENV)/installed-dev model
 soak: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -m soak -s $(ARGS)
 
+# How much load the client of --target can make; a benchmark, no part of the tests.
+bench: $(VENV)/installed
+	$(VENV)/bin/python tests/bench_client.py $(ARGS)
+
+# A real vLLM server without a GPU beside both backends, and its own benchmark beside ours. Some gigabytes at first.
+peers: model
+	$(VENV)/bin/python tests/peers.py $(ARGS)
+
 # The sharing examples of the paged-attention paper (docs/sharing.md): some ten minutes on two cores.
 SAMPLES := --backend paged --model tiny --n 2,4,6 --temperature 1 --range-ratio 0.9 --concurrency 8 --kv-memory 64MiB
 sharing: model
-	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 19 --output-len 58 --repeats 2 $(ARGS)
-	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 161 --output-len 338 --repeats 2 $(ARGS)
+	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 19 --output-len 58 --repeats 2
+	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 161 --output-len 338 --repeats 2
 	@$(VENV)/bin/kvbench sweep --prefix-len 80,341 --prefix-caching off,on --reserve oracle --input-len 24 \
-	    --output-len 24 --range-ratio 0.5 --concurrency 16 --repeats 4 $(ARGS)
+	    --output-len 24 --range-ratio 0.5 --concurrency 16 --repeats 4
 
 # The model of the main job and of the tests of real weights; both do without where it cannot be had.
 model: $(VENV)/installed
@@ -46,7 +54,7 @@ check: $(VENV)/installed-dev
 venv: $(VENV)/installed-dev
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/made:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench.cli.load_config import LoadConfig, parse_groups
@@ -34,13 +33,13 @@ NEEDS_TEXT = ("support", "jsonl", "sharegpt")
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """The data sets of the contexts, whatever their samples, and how they are asked on a `device` of this kind; loads
-    that replay a trace do it at their `speeds`."""
+    """The data sets of the contexts, whatever their samples, and how they are asked on a `device` of this kind. A
+    trace that is replayed came at `recorded_rate_per_s` (None: all at once)."""
 
     config: LoadConfig
     datasets: dict[Context, Dataset]
     device: str = "cpu"
-    speeds: Mapping[LoadPoint, float] = field(default_factory=dict)
+    recorded_rate_per_s: float | None = None
 
     def arrivals(self, load: LoadPoint, context: Context, seed: int) -> list[float] | None:
         """When the conversations of an open loop open; None for a closed loop."""
@@ -49,7 +48,7 @@ class Asking:
             return None
         if config.process.kind == TRACE:
             assert isinstance(data, Trace)
-            return data.played(self.speeds[load], config.duration_s)
+            return data.played(self._speed(load), config.duration_s)
         assert load.request_rate is not None, "only a trace has times without a rate"
         count = None if config.duration_s and not config.prompts else self._most(load, data)
         if count is not None:
@@ -60,6 +59,14 @@ class Asking:
                 f"--dataset {data.name} has {len(data.rows)} requests, and {len(times)} arrive; lower --duration"
             )
         return times
+
+    def _speed(self, load: LoadPoint) -> float:
+        """How fast the load plays the trace: `--trace-scale`, or what gives it the rate asked."""
+        if load.request_rate is None:
+            return self.config.trace_scale or 1.0
+        if self.recorded_rate_per_s is None:
+            raise KvbenchError("--request-rate cannot stretch a trace whose requests all come at once; drop it")
+        return load.request_rate / self.recorded_rate_per_s
 
     def prompts(self, load: LoadPoint, context: Context, seed: int) -> int:
         """How many requests are asked, each turn one; at most so many where conversations differ in their turns."""
@@ -156,21 +163,14 @@ def make_asking(
 
 
 def _replaying(config: LoadConfig, device: str, trace: Trace) -> Asking:
-    """A trace up to `--num-prompts` and, where its own times are used, to `--duration`: what comes later is never
+    """A trace up to `--num-prompts` and, where it is replayed as recorded, to `--duration`: what comes later is never
     asked, and none of it is the longest request."""
     if config.prompts:
         trace = trace.first(config.prompts)
-    speeds = {}
-    for load in config.loads or ():
-        if load.concurrency is None and config.process.kind == TRACE:
-            speeds[load] = config.trace_scale or 1.0
-            if load.request_rate is not None:
-                if trace.rate_per_s is None:
-                    raise KvbenchError("--request-rate cannot stretch a trace whose requests all come at once; drop it")
-                speeds[load] = load.request_rate / trace.rate_per_s
-    if speeds and config.duration_s:
-        trace = trace.first(max(len(trace.played(speed, config.duration_s)) for speed in speeds.values()))
-    return Asking(config, {Context(): trace}, device, speeds)
+    rate_per_s = trace.rate_per_s
+    if config.duration_s and config.loads == (LoadPoint(),):
+        trace = trace.first(len(trace.played(config.trace_scale or 1.0, config.duration_s)))
+    return Asking(config, {Context(): trace}, device, rate_per_s)
 
 
 def _random(

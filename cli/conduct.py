@@ -13,7 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.cli import until
 from kvbench.cli.config import SweepConfig
+from kvbench.cli.find import announce, find_limits
 from kvbench.cli.manifest import (
     begin_session,
     dataset_facts,
@@ -24,17 +26,23 @@ from kvbench.cli.manifest import (
     mark_whole,
     model_facts,
     random_weights,
+    server_facts,
 )
 from kvbench.cli.resume import Continuation, take_up
+from kvbench.cli.server import described
+from kvbench.cli.stack import SERVER
 from kvbench.engine.environment import cpu_in_use, find_device, unusable_gpu, versions
 from kvbench.errors import KvbenchError
+from kvbench.metrics.precision import FEWEST_REPEATS
 from kvbench.metrics.store import RunFolder, refuse_used
 from kvbench.workloads.arrivals import TRACE
+from kvbench.workloads.client import PATIENCE_S
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvbench.cli.job import Job
+    from kvbench.workloads.grid import Cell
 
 INTERRUPTED = 130
 BUSY = 0.2
@@ -50,6 +58,8 @@ def conduct(
 
     if force and not resume:
         raise KvbenchError("--force says what --resume may overlook; add --resume or drop it")
+    if resume and config.find:
+        raise KvbenchError("a search cannot be resumed: each run decides what is asked next; drop --resume")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` and `docker stop` end like Ctrl-C
     past = take_up(output, force=force, dry_run=dry_run) if resume else None
     if resume and past is None:
@@ -70,12 +80,18 @@ def _measured(config: SweepConfig, output: Path | None, dry_run: bool) -> RunFol
     job = _prepared(config, say)
     _announce(job, say)
     cold_s, guesses_s = _warmed_up(job, say)
-    _announce_time(job, guesses_s, say)
+    if config.find:
+        announce(job, say)
+    else:
+        _announce_time(job, guesses_s, say)
     if dry_run:
         return None
     folder = _create(job, output, cold_s)
     with closing(folder):
-        _run_cells(job, folder, cold_s, guesses_s, say)
+        if config.find:
+            find_limits(job, folder, cold_s, say)
+        else:
+            _run_cells(job, folder, cold_s, guesses_s, say)
     return folder
 
 
@@ -96,7 +112,7 @@ def _continued(past: Continuation, config: SweepConfig, dry_run: bool) -> RunFol
         past.check(environment=versions())
         past.check(device=find_device(config.device).facts())
         job = past.job(_prepared(past.pinned(config), say))
-        past.check(model=model_facts(job), kv=kv_facts(job))
+        past.check(model=model_facts(job), kv=kv_facts(job), server=server_facts(job))
         for difference in past.forced:
             say.print(
                 f"kvbench: {difference}; going on because of --force", style="bold red", markup=False, soft_wrap=True
@@ -164,16 +180,14 @@ def _mind_others() -> float:
 
 def _announce(job: Job, say: Console) -> None:
     """What will run, and why what was left open was chosen so."""
-    model, cache = job.stack.model, job.stack.cache
-    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
-    real = "random weights" if random_weights(job) else "real weights"
-    dtype = str(model.dtype).removeprefix("torch.")
+    cache, endpoint = job.stack.cache, job.stack.endpoint
     lines = {
         "device": f"{job.device.name}, {_cores(job)}",
-        "model": f"{job.source.name}, {real}, loaded in {job.model_load_s:.1f} s",
-        "dtype": f"{dtype}, {per_token:,} bytes of KV a token",
+        **(_model(job) if job.stack.loaded else {"model": f"{job.source.name}, on the server only"}),
+        "server": described(endpoint) if endpoint else "",
+        "request_timeout": _patience(job) if endpoint else "",
         "compared": ", ".join(dict.fromkeys(str(cell.variant) for cell in job.cells)),
-        "kv_memory": f"{_size(job, cache.pool_tokens)}, the same for each backend",
+        "kv_memory": f"{_size(job, cache.pool_tokens)}, the same for each backend" if job.stack.loaded else "",
         "swap_space": f"{_size(job, cache.swap_tokens)} of host memory" if cache.swap_tokens else "",
         "max_model_len": f"{cache.max_model_len} tokens",
         "concurrency": _loads(job),
@@ -184,6 +198,23 @@ def _announce(job: Job, say: Console) -> None:
             continue
         reason = f"  ({job.choices[name]})" if name in job.choices else ""
         say.print(f"{name.replace('_', ' '):>14}  {line}{reason}", markup=False, soft_wrap=True)
+
+
+def _patience(job: Job) -> str:
+    """How long a request may take; a server is never waited for without an end."""
+    told = job.config.request_timeout_s
+    return f"{told or PATIENCE_S:g} s{'' if told else ', of the server only; --request-timeout sets your own'}"
+
+
+def _model(job: Job) -> dict[str, str]:
+    """The model that was loaded here."""
+    model = job.stack.model
+    real = "random weights" if random_weights(job) else "real weights"
+    dtype, per_token = str(model.dtype).removeprefix("torch."), model.kv.bytes_per_token(model.dtype.itemsize)
+    return {
+        "model": f"{job.source.name}, {real}, loaded in {job.model_load_s or 0.0:.1f} s",
+        "dtype": f"{dtype}, {per_token:,} bytes of KV a token",
+    }
 
 
 def _size(job: Job, tokens: int) -> str:
@@ -228,7 +259,11 @@ def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
     points = len(job.cells) // variants // job.repeats
     counts = {"variant": variants, "point": points, "repeat": job.repeats}
     grid = " x ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items())
-    fewer = "" if job.config.repeats else "  (fewer repeats, but two, where time runs short; --repeats sets your own)"
+    fewer = "  (fewer repeats, but two, where time runs short; --repeats sets your own)"
+    if job.config.until_ci is not None:
+        fewer = f"  (fewer repeats, but {FEWEST_REPEATS}, once each interval is within ± {job.config.until_ci:.4g})"
+    elif job.config.repeats:
+        fewer = ""
     took = clock(sum(guesses_s[cell.id] for cell in job.cells))
     line = f"{'plan':>14}  {len(job.cells)} cell{'s' * (len(job.cells) > 1)} = {grid}, about {took}{fewer}"
     say.print(line, markup=False, soft_wrap=True)
@@ -255,27 +290,45 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
 
     progress = Progress(say, job.cells, guesses_s, done=len(folder.manifest["cells"]) - len(job.cells))
     once = {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s}
-    interrupted = False
+    interrupted, share = False, job.config.until_ci
     began_s, whole = time.monotonic(), len(job.cells) == len(folder.manifest["cells"])
     try:
         for place, cell in enumerate(job.cells):
             first = place > 0 and job.cells[place - 1].repeat < cell.repeat
+            if share is not None and _precise(folder, cell, share):
+                say.print(f"every interval is within ± {share:.4g}: stopped after {cell.repeat} repeats")
+                break
             if first and whole and job.enough(cell, time.monotonic() - began_s):
                 say.print(f"no time for more than {cell.repeat} repeats; --repeats sets your own")
                 folder.update_manifest(cells=[done.facts() for done in job.cells[:place]])
                 break
             progress.start(cell)
             row, run = measure(job, cell, progress.watch)
-            folder.write_cell(cell.id, row | once, run)
+            known = dict.fromkeys(once) if cell.variant.backend == SERVER else once
+            folder.write_cell(cell.id, row | known, run)
             progress.finish(cell, _said(row))
     except KeyboardInterrupt:
         interrupted = True
         folder.catch_up()
     finally:
         progress.stop()
+        if share is not None:
+            folder.update_manifest(until_ci=until.outcome(folder, share))
         end_session(folder, interrupted=interrupted)
     if interrupted:
         say.print(f"kvbench: the same command with --resume --output {folder.path} measures the rest", markup=False)
+
+
+def _precise(folder: RunFolder, cell: Cell, share: float) -> bool:
+    """Whether `--until-ci` ends the run before `cell`: it would begin a repeat that is not needed. The plan ends there
+    then."""
+    stored, planned = folder.stored(), folder.manifest["cells"]
+    if any(known["repeat"] == cell.repeat and known["id"] in stored for known in planned):
+        return False
+    if not until.enough(folder, cell.repeat, share):
+        return False
+    folder.update_manifest(cells=[known for known in planned if known["repeat"] < cell.repeat])
+    return True
 
 
 def _said(row: dict[str, Any]) -> str:
@@ -283,4 +336,5 @@ def _said(row: dict[str, Any]) -> str:
         return f"{row['status']}: {row['reason']}"
     if (speed := row["output_tokens_per_s"]) is None:
         return "ok"
-    return f"{speed:.0f} out tok/s, {row['peak_running']} at once"
+    together = f", {row['peak_running']} at once" if row["peak_running"] is not None else ""
+    return f"{speed:.0f} out tok/s{together}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,9 @@ from typing import Any
 from kvbench.cli.load_config import LoadConfig
 from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Context, LoadPoint, Variant
+from kvbench.metrics.precision import FEWEST_REPEATS
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
+from kvbench.workloads.endpoint import PATHS, base_url
 from kvbench.workloads.options import LARGEST, choice
 
 MOST_REPEATS = 1000
@@ -23,6 +26,7 @@ FORMATS = ("table", "markdown", "csv", "json")
 FLAGS = {
     "variants": "--backend, --reserve, --batching, --prefix-caching and --preemption",
     "loads": "--concurrency or --request-rate",
+    "find": "--find-max-rate or --find-max-concurrency",
     "contexts": "--input-len, --output-len, --prefix-len and --n",
     "kv_bytes": "--kv-memory",
     "swap_bytes": "--swap-space",
@@ -34,6 +38,7 @@ FLAGS = {
     "slos": "--slo",
     "price_usd_per_hour": "--price",
     "request_timeout_s": "--request-timeout",
+    "served_model": "--served-model-name",
     "cell_timeout_s": "--cell-timeout",
     "think_s": "--think-time",
     "duration_s": "--duration",
@@ -75,6 +80,8 @@ class SweepConfig(LoadConfig):
     overflow: str = "reject"
     warmups: int = 4
     repeats: int | None = None
+    until_ci: float | None = None
+    find: str | None = None
     slos: tuple[Slo, ...] = DEFAULT_SLOS
     temperature: float = 0.0
     top_p: float = 1.0
@@ -85,6 +92,9 @@ class SweepConfig(LoadConfig):
     price_usd_per_hour: float | None = None
     save_tokens: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
+    target: str | None = None
+    endpoint_type: str = "completions"
+    served_model: str | None = None
 
     def __post_init__(self) -> None:
         LoadConfig.__post_init__(self)
@@ -116,8 +126,25 @@ class SweepConfig(LoadConfig):
             raise KvbenchError(f"--repetition-penalty must be from 0.01 to 100, not {self.repetition_penalty}")
         self._check_variants()
         self._check_samples()
+        self._check_target()
         if self.repeats is not None and self.repeats > MOST_REPEATS:
             raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
+        if self.find is not None:
+            self._check_search()
+        if self.until_ci is not None and self.repeats is not None and self.repeats < FEWEST_REPEATS:
+            raise KvbenchError(
+                f"--until-ci needs at least {FEWEST_REPEATS} repeats to be honest, and --repeats {self.repeats} allows "
+                f"no more; raise it to {FEWEST_REPEATS} or drop one of them"
+            )
+
+    def _check_search(self) -> None:
+        flag = f"--find-max-{self.find}"
+        if self.repeats is not None or self.until_ci is not None:
+            raise KvbenchError(f"{flag} chooses by itself how often a load runs; drop --repeats and --until-ci")
+        rates = self.find == "rate"
+        if self.loads is None or len(self.loads) != 1 or (self.loads[0].request_rate is not None) != rates:
+            start = "--request-rate" if rates else "--concurrency"
+            raise KvbenchError(f"{flag} begins at one load; give it as {start} N or leave it open")
 
     def _check_variants(self) -> None:
         if self.cache_salts != ("",) and not any(variant.prefix_caching for variant in self.variants):
@@ -136,11 +163,26 @@ class SweepConfig(LoadConfig):
             raise KvbenchError(
                 f"--n {most} at --temperature 0 would give the same answer {most} times; set --temperature above 0"
             )
-        if most > self.max_sequences:
-            raise KvbenchError(
-                f"--n {most} samples of a request never run together in --max-num-seqs {self.max_sequences}; "
-                f"lower --n or raise --max-num-seqs to {most}"
-            )
+        for flag, seats in (
+            ("--max-num-seqs", self.max_sequences),
+            ("--max-num-batched-tokens", self.max_batched_tokens),
+        ):
+            if most > seats:
+                raise KvbenchError(
+                    f"--n {most} samples of a request never run together in {flag} {seats}; "
+                    f"lower --n or raise {flag} to {most}"
+                )
+
+    def _check_target(self) -> None:
+        if self.endpoint_type not in PATHS:
+            raise KvbenchError(f"--endpoint-type must be one of {', '.join(PATHS)}, not {self.endpoint_type!r}")
+        if self.target is None:
+            if self.endpoint_type != "completions" or self.served_model is not None:
+                raise KvbenchError("--endpoint-type and --served-model-name belong to a server; add --target URL")
+            return
+        base_url(self.target)
+        if self.model is None:
+            raise KvbenchError("--target needs --model: the shape and the tokenizer of the model that is served there")
 
     def facts(self) -> dict[str, object]:
         """As `run.json` keeps it: strict JSON values."""
@@ -187,6 +229,40 @@ def parse_bytes(text: str, flag: str) -> int:
     if not 1 <= size < 2**60:
         raise KvbenchError(f"{flag} must be a size above 0, not {text!r}")
     return int(size)
+
+
+def parse_search(
+    loads: tuple[LoadPoint, ...] | None, *, rate: bool, concurrency: bool
+) -> tuple[str | None, tuple[LoadPoint, ...] | None]:
+    """What is searched for, and the load the search begins at."""
+    if rate and concurrency:
+        raise KvbenchError("--find-max-rate and --find-max-concurrency are two searches; run one of them")
+    if not rate and not concurrency:
+        return None, loads
+    first = LoadPoint(request_rate=1.0) if rate else LoadPoint(concurrency=16)
+    return "rate" if rate else "concurrency", loads or (first,)
+
+
+def parse_share(text: str | None, flag: str) -> float | None:
+    """`5%` or `0.05` as a share of 1; None where nothing was told."""
+    if text is None:
+        return None
+    number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        share = math.nan
+    if not 0.0001 <= share < 1:
+        raise KvbenchError(f"{flag} must be a share from 0.01% to below 100%, such as 5% or 0.05, not {text!r}")
+    return share
+
+
+def with_server(backends: str, target: str | None, server: str) -> str:
+    """`--backend` with the server that `--target` adds; KvbenchError where one is named and has no address."""
+    named = server in (item.strip().lower() for item in backends.split(","))
+    if named and target is None:
+        raise KvbenchError(f"--backend {server} needs its address; add --target http://host:port")
+    return backends if named or target is None else f"{backends},{server}"
 
 
 def parse_variants(

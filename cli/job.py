@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.cli.asking import CPU_LOADS, GPU_LOADS, NEEDS_TEXT, Asking, fill_contexts, make_asking
 from kvbench.cli.config import SweepConfig
-from kvbench.cli.stack import CacheConfig, Stack
+from kvbench.cli.server import reach
+from kvbench.cli.stack import SERVER, CacheConfig, Stack
 from kvbench.engine.scheduler import Limits
 from kvbench.engine.shapes import SHAPES, find_shape
 from kvbench.engine.types import Request, Sampling
 from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Context, LoadPoint
+from kvbench.metrics.precision import REPEATS_CAP
 from kvbench.workloads.datasets import Dataset
 from kvbench.workloads.grid import Cell, cells
 from kvbench.workloads.load import ClosedLoop, OpenLoop, declared_tokens, draw_requests
@@ -21,6 +23,7 @@ from kvbench.workloads.traces import TRACES
 
 if TYPE_CHECKING:
     from kvbench.engine.environment import Device
+    from kvbench.engine.model import BoundModel
     from kvbench.engine.weights import Source
 
 REPEATS = 6
@@ -46,7 +49,7 @@ class Job:
     cells: list[Cell]
     stop_ids: frozenset[int]
     ignore_eos: bool
-    model_load_s: float
+    model_load_s: float | None
     choices: dict[str, str]
     _latest: dict[object, list[Request]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -91,7 +94,7 @@ class Job:
     def enough(self, cell: Cell, elapsed_s: float) -> bool:
         """Whether to stop before `cell`, the first of its repeat: the user asked for no number of repeats, there are
         enough of them, and one more would not fit `PATIENCE_S`. Only time decides, never a result."""
-        if self.config.repeats is not None or cell.repeat < FEWEST_REPEATS:
+        if self.config.repeats is not None or self.config.until_ci is not None or cell.repeat < FEWEST_REPEATS:
             return False
         return elapsed_s * (cell.repeat + 1) / cell.repeat > PATIENCE_S
 
@@ -112,58 +115,95 @@ def prepare(config: SweepConfig) -> Job:
     dtype = config.dtype or _default_dtype(device, choices)
     source = find_source(name)
     hf_config = load_config(source)
-    check_family(hf_config)
-    kv_shape(hf_config)
+    local = any(variant.backend != SERVER for variant in config.variants)
+    if local:
+        check_family(hf_config)
+        kv_shape(hf_config)
     tokenizer = load_tokenizer(source) if config.dataset in NEEDS_TEXT else None
     loads = config.loads or _default_loads(device, choices)
-    contexts = fill_contexts(config, device.kind)
     asking = make_asking(config, device.kind, tokenizer, int(hf_config.vocab_size), _special_ids(hf_config), choices)
     max_model_len = config.max_model_len or _longest(config, asking.datasets, source, hf_config, choices)
-    plan = cells(config.variants, loads, contexts, config.repeats or REPEATS, config.seed)
-    weighted = unpack(source, _torch(dtype)) if source.gguf and config.weights == "auto" else source
-    started_s = time.perf_counter()
-    model = load_model(
-        weighted,
-        weights=config.weights,
-        dtype=_torch(dtype),
-        device=device.torch,
-        max_model_len=max_model_len,
-        config=hf_config,
+    repeats = config.repeats or (1 if config.find else REPEATS_CAP if config.until_ci else REPEATS)
+    plan = cells(config.variants, loads, fill_contexts(config, device.kind), repeats, config.seed)
+    ignore_eos = config.dataset != "jsonl" if config.ignore_eos is None else config.ignore_eos
+    endpoint = reach(config, source, tokenizer, _first(config, asking.datasets, plan, ignore_eos))
+    limits = Limits(
+        max_model_len,
+        config.max_batched_tokens,
+        config.max_sequences,
+        config.overflow == "truncate",
+        config.request_timeout_s,
     )
-    model_load_s = time.perf_counter() - started_s
-    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
-    pool_bytes = config.kv_bytes or _default_pool(config, device, plan, max_model_len, per_token, choices)
+    model, model_load_s = None, None
+    memory = CacheConfig(0, config.block_size, max_model_len)
+    if local:
+        weighted = unpack(source, _torch(dtype)) if source.gguf and config.weights == "auto" else source
+        started_s = time.perf_counter()
+        model = load_model(
+            weighted,
+            weights=config.weights,
+            dtype=_torch(dtype),
+            device=device.torch,
+            max_model_len=max_model_len,
+            config=hf_config,
+        )
+        model_load_s = time.perf_counter() - started_s
+        memory = _memory(config, device, plan, limits, model, choices)
     job = Job(
         config=config,
         device=device,
         source=source,
         stack=Stack(
             model,
-            CacheConfig(
-                _whole_blocks("--kv-memory", pool_bytes, per_token, config.block_size),
-                config.block_size,
-                max_model_len,
-                swap_tokens=_swap_tokens(config, per_token, choices),
-            ),
-            Limits(
-                max_model_len,
-                config.max_batched_tokens,
-                config.max_sequences,
-                config.overflow == "truncate",
-                config.request_timeout_s,
-            ),
+            memory,
+            limits,
             config.save_tokens,
+            endpoint,
         ),
         asking=asking,
         cells=plan,
-        stop_ids=_stop_ids(hf_config, model.module),
-        ignore_eos=config.dataset != "jsonl" if config.ignore_eos is None else config.ignore_eos,
+        stop_ids=_stop_ids(hf_config, getattr(model, "module", None)),
+        ignore_eos=ignore_eos,
         model_load_s=model_load_s,
         choices=choices,
     )
     for cell in plan:
         job.check(cell)
     return job
+
+
+def _first(config: SweepConfig, datasets: dict[Context, Dataset], plan: list[Cell], ignore_eos: bool) -> Request:
+    """A request like those of the sweep, to try a server with."""
+    sampling = Sampling(config.temperature, config.top_p, config.repetition_penalty)
+    (request,) = draw_requests(
+        datasets[plan[0].context.single],
+        1,
+        config.seed,
+        sampling=sampling,
+        ignore_eos=ignore_eos,
+        cache_salts=config.cache_salts,
+        samples=max(cell.context.samples for cell in plan),
+    )
+    return request
+
+
+def _memory(
+    config: SweepConfig,
+    device: Device,
+    plan: list[Cell],
+    limits: Limits,
+    model: BoundModel,
+    choices: dict[str, str],
+) -> CacheConfig:
+    """What each backend gets."""
+    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
+    pool_bytes = config.kv_bytes or _default_pool(config, device, plan, limits.max_model_len, per_token, choices)
+    return CacheConfig(
+        _whole_blocks("--kv-memory", pool_bytes, per_token, config.block_size),
+        config.block_size,
+        limits.max_model_len,
+        swap_tokens=_swap_tokens(config, per_token, limits, choices),
+    )
 
 
 def _whole_blocks(flag: str, size_bytes: int, per_token: int, block_size: int) -> int:
@@ -174,8 +214,9 @@ def _whole_blocks(flag: str, size_bytes: int, per_token: int, block_size: int) -
     return tokens
 
 
-def _swap_tokens(config: SweepConfig, per_token: int, choices: dict[str, str]) -> int:
-    """The rows of host memory that those get who swap; 0 where nobody does."""
+def _swap_tokens(config: SweepConfig, per_token: int, limits: Limits, choices: dict[str, str]) -> int:
+    """The rows of host memory that those get who swap, no more than all that can run at once could fill; 0 where nobody
+    swaps."""
     import torch
 
     from kvbench.engine.environment import available_bytes
@@ -188,7 +229,11 @@ def _swap_tokens(config: SweepConfig, per_token: int, choices: dict[str, str]) -
         size_bytes = min(SWAP_BYTES, int(available * SWAP_SHARE))
         of_what = f"{SWAP_SHARE:.0%} of the {available / 2**30:.1f} GiB of host memory that are available"
         choices["swap_space"] = "as vLLM's default" if size_bytes == SWAP_BYTES else of_what
-    return _whole_blocks("--swap-space", size_bytes, per_token, config.block_size)
+    tokens = _whole_blocks("--swap-space", size_bytes, per_token, config.block_size)
+    most = limits.seats * -(-limits.max_model_len // config.block_size) * config.block_size
+    if tokens > most:
+        choices["swap_space"] = f"{limits.seats} sequences of full length: no more can ever have run"
+    return min(tokens, most)
 
 
 def _torch(dtype: str) -> Any:

@@ -42,6 +42,7 @@ def manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
         "effective": _effective(job),
         "choices": job.choices,
         "kv": kv_facts(job),
+        "server": server_facts(job) or None,
         "dataset": {**dataset_facts(config), "lengths": lengths(job)},
         "price": {
             "usd_per_hour": config.price_usd_per_hour,
@@ -78,7 +79,9 @@ def _range_ratio(data: Dataset) -> float | None:
 
 
 def model_facts(job: Job) -> dict[str, Any]:
-    """The model as it was loaded."""
+    """The model as it was loaded; by name only where none was."""
+    if job.stack.loaded is None:
+        return {"name": job.source.name}
     model = job.stack.model
     return {
         "name": job.source.name,
@@ -92,6 +95,11 @@ def model_facts(job: Job) -> dict[str, Any]:
     }
 
 
+def server_facts(job: Job) -> dict[str, Any]:
+    """The server beside the backends; empty where there is none."""
+    return job.stack.endpoint.facts() if job.stack.endpoint else {}
+
+
 def random_weights(job: Job) -> bool:
     """Whether the weights were drawn, not learnt."""
     return job.config.weights == "random" or job.source.folder is None
@@ -99,6 +107,8 @@ def random_weights(job: Job) -> bool:
 
 def kv_facts(job: Job) -> dict[str, Any]:
     """The memory that each backend gets, and the host memory of those that swap."""
+    if job.stack.loaded is None:
+        return {"max_model_len": job.stack.cache.max_model_len}
     model, cache = job.stack.model, job.stack.cache
     per_token = model.kv.bytes_per_token(model.dtype.itemsize)
     return {

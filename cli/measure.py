@@ -11,15 +11,16 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from kvbench.cli.job import Job
-from kvbench.cli.stack import BACKENDS, release_memory
+from kvbench.cli.stack import SERVER, release_memory, shares
 from kvbench.engine.engine import Watch
 from kvbench.engine.footprint import Footprint
 from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
+from kvbench.metrics.latency import tpot_s, ttft_s
 from kvbench.metrics.points import Context, LoadPoint, Variant
 from kvbench.metrics.rate import rates
 from kvbench.metrics.records import FINISHED, REJECTED, UNFINISHED, Run
-from kvbench.metrics.summary import summarise
+from kvbench.metrics.summary import TWIN, summarise
 from kvbench.workloads.grid import Cell
 from kvbench.workloads.load import ClosedLoop
 
@@ -32,10 +33,12 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     status, reason, run = "ok", "", None
     numbers: Row = {}
     load, timeout_s = job.load(cell), job.config.cell_timeout_s or math.inf
-    footprint = Footprint(job.stack.model.device)
+    local = cell.variant.backend != SERVER
+    footprint = Footprint(job.device.torch) if local else None
     try:
         run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
-        numbers = dict(summarise(run, slos=job.config.slos, price_usd_per_hour=job.config.price_usd_per_hour))
+        price = job.config.price_usd_per_hour if local else None  # it is that of this device
+        numbers = dict(summarise(run, load=cell.load, slos=job.config.slos, price_usd_per_hour=price))
         status, reason = _verdict(run, load.remaining, timeout_s)
     except CellError as error:
         status, reason = error.status, str(error)
@@ -43,19 +46,25 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
         raise
     except Exception as error:
         status, reason, run = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:500], None
-    release_memory(job.stack.model)
+    release_memory(job.stack.loaded)
     if cell.load.concurrency is not None and numbers:  # a closed loop asks for no rate
-        numbers |= dict.fromkeys(rates([]))
+        numbers |= {name: None for name in numbers if name.removeprefix(TWIN) in rates([])}
     if job.config.turns > 1:
         numbers["turns_not_asked"] = load.unasked
-    memory = {"kv_arena_bytes": _arena_bytes(job)} | footprint.read()  # what is held now is held without the cell
+    memory: Row = {}
+    if footprint is not None:
+        memory = {**_memory_bytes(job, cell.variant), **footprint.read()}  # what is held now is held without the cell
     return _leading(job, cell, status, reason) | numbers | memory, run
 
 
-def _arena_bytes(job: Job) -> int:
-    """Keys and values of all rows on the device, the same for each backend."""
-    model = job.stack.model
-    return job.stack.arena_rows * model.kv.bytes_per_token(model.dtype.itemsize)
+def _memory_bytes(job: Job, variant: Variant) -> dict[str, int]:
+    """Keys and values of all rows on the device, the same for each backend, and of those in the host's memory."""
+    model, stack = job.stack.model, job.stack
+    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
+    return {
+        "kv_arena_bytes": stack.arena_rows * per_token,
+        "swap_space_bytes": stack.cache_of(variant).swap_tokens * per_token,
+    }
 
 
 def _verdict(run: Run, unasked: int, timeout_s: float) -> tuple[str, str]:
@@ -74,19 +83,11 @@ def _verdict(run: Run, unasked: int, timeout_s: float) -> tuple[str, str]:
 
 
 def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
-    cache = job.stack.cache
     return {
         "cell": cell.id,
         "backend": cell.variant.backend,
         "evidence": "measured",
-        "device": job.device.name,
-        "model": job.source.name,
-        "dtype": str(job.stack.model.dtype).removeprefix("torch."),
-        "reserve": cell.variant.reserve,
-        "block_size": cache.block_size if cell.variant.reserve is None else None,
-        "max_model_len": cache.max_model_len,
-        "attention": "torch",
-        "tp": 1,
+        **(_server(job) if cell.variant.backend == SERVER else _engine(job, cell)),
         **asdict(cell.load),
         "input_tokens": cell.context.input_tokens,
         "output_tokens": cell.context.output_tokens,
@@ -99,6 +100,27 @@ def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
         **asdict(cell.variant),
         **asdict(cell.context),
     }
+
+
+def _engine(job: Job, cell: Cell) -> Row:
+    cache = job.stack.cache
+    return {
+        "device": job.device.name,
+        "model": job.source.name,
+        "dtype": str(job.stack.model.dtype).removeprefix("torch."),
+        "reserve": cell.variant.reserve,
+        "block_size": cache.block_size if cell.variant.reserve is None else None,
+        "max_model_len": cache.max_model_len,
+        "attention": "torch",
+        "tp": 1,
+    }
+
+
+def _server(job: Job) -> Row:
+    """How it runs the model is the server's own affair."""
+    unknown = ("dtype", "reserve", "block_size", "max_model_len", "attention", "tp")
+    assert job.stack.endpoint is not None
+    return {"device": None, "model": job.stack.endpoint.model, **dict.fromkeys(unknown)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +153,8 @@ def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
             continue
         requests = _short(job, variant)
         first = _try(job, variant, [replace(requests[0], n=1)])  # alone, without siblings
-        if not paces and first is not None and first.requests[0].first_s is not None:
+        local = variant.backend != SERVER and all(past.backend == SERVER for past in paces)
+        if local and first is not None and first.requests[0].first_s is not None:
             cold_s = job.stack.model.first_forward_s + first.requests[0].first_s
         many = _try(job, variant, requests) if job.config.warmups else None
         paces[variant] = _pace(first, many)
@@ -169,7 +192,7 @@ def _try(job: Job, variant: Variant, requests: list[Request]) -> Run | None:
     except Exception:
         return None
     finally:
-        release_memory(job.stack.model)
+        release_memory(job.stack.loaded)
 
 
 def _pace(first: Run | None, many: Run | None) -> Pace:
@@ -178,6 +201,8 @@ def _pace(first: Run | None, many: Run | None) -> Pace:
         return median(steps) if steps else 0.0
 
     run = many or first
+    if run is not None and run.remote:
+        return _pace_of_answers(first, many)
     prefills = [step for step in run.steps if step.prefill_tokens] if run else []
     tokens = sum(step.prefill_tokens for step in prefills)
     return Pace(
@@ -185,6 +210,22 @@ def _pace(first: Run | None, many: Run | None) -> Pace:
         alone_s=decode_s(first),
         together_s=decode_s(many) or decode_s(first),
         together=max((step.running for step in many.steps), default=1) if many else 1,
+    )
+
+
+def _pace_of_answers(first: Run | None, many: Run | None) -> Pace:
+    """Of a server only the answers are known: one alone, then all at once."""
+
+    def token_s(run: Run | None) -> float:
+        found = [tpot for one in run.requests if (tpot := tpot_s(one)) is not None] if run else []
+        return median(found) if found else 0.0
+
+    alone = first.requests[0] if first else None
+    return Pace(
+        prefill_s=((ttft_s(alone) or 0.0) / alone.input_tokens) if alone and alone.input_tokens else 0.0,
+        alone_s=token_s(first),
+        together_s=token_s(many) or token_s(first),
+        together=len(many.requests) if many else 1,
     )
 
 
@@ -227,16 +268,17 @@ def _guess(job: Job, cell: Cell, pace: Pace, asked: Asked) -> float:
     """Prompts and answers at the variant's pace, with as many sequences at once as users ask and memory lets run; an
     open loop lasts as long as its schedule at least, and no cell longer than it may.
 
-    Each sample computes its own prompt unless its backend shares rows, and all but the opening wave find the full
-    blocks of a common beginning in a prefix cache.
+    Each sample computes its own prompt unless its backend shares rows, and all but those of the first step find the
+    full blocks of a common beginning in a prefix cache.
     """
     samples, users = cell.context.samples, cell.load.concurrency
     wanted = min(pace.together if users is None else users * samples, job.config.max_sequences)
     at_once = wanted if pace.together >= min(wanted, 16) else pace.together
-    prompts = asked.prompts * (1 if BACKENDS[cell.variant.backend].shares else samples)
+    prompts = asked.prompts * (1 if shares(cell.variant) else samples)
     if cell.variant.prefix_caching:
         size = job.stack.cache.block_size
-        opening = max(-(-at_once // samples), len(job.config.cache_salts))
+        fit = job.config.max_batched_tokens * asked.requests // max(1, asked.prompts)
+        opening = max(1, min(-(-at_once // samples), fit), len(job.config.cache_salts))
         prompts -= asked.common // size * size * max(0, asked.requests - opening)
         prompts = max(0, prompts - asked.history)
     busy_s = prompts * pace.prefill_s + asked.answers * samples / at_once * pace.step_s(at_once)

@@ -53,6 +53,14 @@ COMPARED: dict[str, dict[str, str]] = {
         "kv_bytes_per_token": "the KV bytes a token takes",
         "fingerprint": "the content of the weights",
     },
+    "server": {
+        "model": "the name of the served model",
+        "software": "the server's software",
+        "version": "the server's version",
+        "prompts_as": "the form of the prompts",
+        "lengths_held": "whether the server holds answers to their lengths",
+        "usage_asked": "whether the server tells its usage",
+    },
     "kv": {
         "pool_tokens": "the KV pool in tokens",
         "swap_tokens": "the swap space in tokens",
@@ -91,7 +99,10 @@ class Continuation:
     def check(self, **now: Facts) -> None:
         """KvbenchError, naming the first, where sections of `run.json` differ from what is true `now`; under --force
         they are noted instead."""
-        found = differences(self.folder.manifest, now)
+        found = [
+            f"{label} was {was}, is {is_}{' (stays)' if section == 'config' and name in KEPT else ''}"
+            for section, name, label, was, is_ in differences(self.folder.manifest, now)
+        ]
         if found and not self._force:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise KvbenchError(
@@ -107,8 +118,8 @@ class Continuation:
         return replace(
             kept,
             model=kept.model or model["name"],
-            dtype=kept.dtype or model["dtype"],
-            kv_bytes=kept.kv_bytes or kv["pool_bytes"],
+            dtype=kept.dtype or model.get("dtype"),
+            kv_bytes=kept.kv_bytes or kv.get("pool_bytes"),
             swap_bytes=kept.swap_bytes or kv.get("swap_bytes") or None,
             max_model_len=kept.max_model_len or kv["max_model_len"],
         )
@@ -137,18 +148,19 @@ def take_up(output: Path | None, *, force: bool, dry_run: bool) -> Continuation 
         raise
 
 
-def differences(then: Facts, now: Mapping[str, Facts]) -> list[str]:
-    """What is compared and is not `now` as it was `then`, a line each. Sections of `run.json` on both sides; what one
-    of them lacks is not compared."""
+def differences(then: Facts, now: Mapping[str, Facts]) -> list[tuple[str, str, str, str, str]]:
+    """What is compared and is not `now` as it was `then`: section, entry, what it is called, and both in words.
+
+    Sections of `run.json` on both sides; what one of them lacks is not compared.
+    """
     found = []
     for section, facts in json.loads(json.dumps(now)).items():
         known = then.get(section) or {}
         for name, label in COMPARED[section].items():
             if name not in known or name not in facts or _same(name, known[name], facts[name]):
                 continue
-            kept = " (stays)" if section == "config" and name in KEPT else ""
             was, is_ = (_plainly(value, NOUNS.get(name)) for value in (known[name], facts[name]))
-            found.append(f"{label} was {was}, is {is_}{kept}")
+            found.append((section, name, label, was, is_))
     return found
 
 

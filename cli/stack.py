@@ -1,5 +1,5 @@
 """The one composition root: it alone names the backends, and puts allocator, cache, runner, engine, load and clock
-together for each cell of a sweep."""
+together for each cell of a sweep; or load and server, where a server is measured beside them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvbench.engine.static import StaticScheduler
 from kvbench.metrics.points import BATCHINGS, PREEMPTIONS, Variant
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
+from kvbench.workloads.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from kvbench.engine.arena import Arena
@@ -96,19 +97,30 @@ BACKENDS = {
 }
 
 
+SERVER = "server"
+"""What stands in the place of a backend where a server is measured, which holds its memory in its own way."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Everything that all cells of a sweep share. Both backends get the same arena: the pool and one padding block."""
+    """Everything that all cells of a sweep share. Both backends get the same arena: the pool and one padding block.
+    `loaded` is None where only a server is measured, `endpoint` where none is."""
 
-    model: BoundModel
+    loaded: BoundModel | None
     cache: CacheConfig
     limits: Limits
     save_tokens: bool = False
+    endpoint: Endpoint | None = None
+
+    @property
+    def model(self) -> BoundModel:
+        """The model in this process."""
+        assert self.loaded is not None, "only a server is measured: no model is loaded here"
+        return self.loaded
 
     def cache_of(self, variant: Variant) -> CacheConfig:
-        """The memory of one variant: only one that swaps gets host memory, and no more than all that ran could fill."""
-        most = self.limits.seats * -(-self.cache.max_model_len // self.cache.block_size) * self.cache.block_size
-        swap_tokens = min(self.cache.swap_tokens, most) if variant.preemption == "swap" else 0
+        """The memory of one variant: only one that swaps gets host memory."""
+        swap_tokens = self.cache.swap_tokens if variant.preemption == "swap" else 0
         return replace(
             self.cache, reserve=variant.reserve, prefix_caching=variant.prefix_caching, swap_tokens=swap_tokens
         )
@@ -121,6 +133,8 @@ class Stack:
     def run(self, variant: Variant, load: Load, watch: Watch | None = None, *, timeout_s: float = math.inf) -> Run:
         """Serve `load` with a fresh engine and fresh memory, for `timeout_s` at most. Raises CellError where the cell
         cannot run."""
+        if variant.backend == SERVER:
+            return self._run_server(load, timeout_s)
         from kvbench.engine.arena import Arena
         from kvbench.engine.runner import ModelRunner
 
@@ -136,12 +150,29 @@ class Stack:
         engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens, scheduler=scheduler)
         return serve(load, engine, WallClock(), watch, timeout_s=timeout_s)
 
+    def _run_server(self, load: Load, timeout_s: float) -> Run:
+        from kvbench.workloads.client import serve_by
 
-def release_memory(model: BoundModel) -> None:
+        assert self.endpoint is not None, "the command line refuses a server without an address"
+        return serve_by(
+            load,
+            self.endpoint,
+            request_timeout_s=self.limits.request_timeout_s,
+            timeout_s=timeout_s,
+            save_tokens=self.save_tokens,
+        )
+
+
+def shares(variant: Variant) -> bool:
+    """Whether rows may have several readers."""
+    return variant.backend == SERVER or BACKENDS[variant.backend].shares
+
+
+def release_memory(model: BoundModel | None) -> None:
     """Hand freed device memory back, so that the next cell finds what this one found. After an exception only once it
     is handled: until then its traceback keeps the arena alive."""
     gc.collect()
-    if model.device.type == "cuda":
+    if model is not None and model.device.type == "cuda":
         import torch
 
         torch.cuda.empty_cache()

@@ -93,11 +93,29 @@ def sweep(
     ] = None,
     num_warmups: Annotated[int, typer.Option(help="Requests before the first cell.")] = 4,
     repeats: Annotated[
-        int | None, typer.Option(help="Independent repeats of every point; default: 2 to 5, as time allows.")
+        int | None, typer.Option(help="Independent repeats of every point; default: 2 to 6, as time allows.")
     ] = None,
+    until_ci: Annotated[
+        str | None,
+        typer.Option(help="Repeat until every interval of out tok/s is within ± this, as 5%; --repeats is the most."),
+    ] = None,
+    find_max_rate: Annotated[
+        bool, typer.Option("--find-max-rate", help="Search for the largest rate that meets the SLOs.")
+    ] = False,
+    find_max_concurrency: Annotated[
+        bool, typer.Option("--find-max-concurrency", help="The same for the number of users.")
+    ] = False,
     seed: load.Seed = 0,
     slo: Annotated[list[str] | None, typer.Option(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
     goodput: Annotated[str | None, typer.Option(help="Alias: ttft:1500,tpot:50 (each request).")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="http://host:port of an OpenAI-compatible server to measure too; alone: --backend server."),
+    ] = None,
+    endpoint_type: Annotated[str, typer.Option(help="Of --target: completions | chat.")] = "completions",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The name --target serves --model under; default: the only one it lists.")
+    ] = None,
     price: Annotated[float | None, typer.Option(help="US dollars per device-hour.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(help="key=value, kept.")] = None,
     save_tokens: Annotated[bool, typer.Option("--save-tokens", help="Keep every token id.")] = False,
@@ -118,7 +136,7 @@ def sweep(
     """
     asked = load.load_fields(locals())
     from kvbench.cli.conduct import conduct
-    from kvbench.cli.stack import BACKENDS
+    from kvbench.cli.stack import BACKENDS, SERVER
 
     told = {
         "reserve": reserve,
@@ -127,9 +145,13 @@ def sweep(
         "preemption": preemption,
     }
     policies = {name: known.policies for name, known in BACKENDS.items()}
+    policies |= {} if target is None else {SERVER: {}}
+    begin = None if arrivals is None and not (concurrency or request_rate) else asked["loads"]
+    find, loads = flags.parse_search(begin, rate=find_max_rate, concurrency=find_max_concurrency)
     config = flags.SweepConfig(
-        variants=flags.parse_variants(backend, told, policies),
-        **asked,
+        variants=flags.parse_variants(flags.with_server(backend, target, SERVER), told, policies),
+        **asked | ({} if find is None else {"loads": loads}),
+        find=find,
         model=model,
         weights=choice(weights, ("auto", "random"), "--weights"),
         dtype=flags.parse_dtype(dtype),
@@ -146,6 +168,7 @@ def sweep(
         overflow=choice(overflow, ("reject", "truncate"), "--overflow"),
         warmups=num_warmups,
         repeats=repeats,
+        until_ci=flags.parse_share(until_ci, "--until-ci"),
         slos=flags.parse_objectives(slo or [], goodput),
         temperature=temperature,
         top_p=top_p,
@@ -156,6 +179,9 @@ def sweep(
         price_usd_per_hour=price,
         save_tokens=save_tokens,
         metadata=flags.parse_metadata(metadata or []),
+        target=target,
+        endpoint_type=endpoint_type.strip().lower(),
+        served_model=served_model_name,
     )
     output_format = choice(output_format, flags.FORMATS, "--format")
     raise typer.Exit(conduct(config, output, output_format, dry_run=dry_run, resume=resume, force=force))

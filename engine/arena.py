@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvbench.engine.environment import available_bytes
 from kvbench.engine.types import COPY, IN, OUT, Move
@@ -40,7 +41,7 @@ def out_of_memory(what: str) -> Iterator[None]:
 
 class Arena:
     """`k[layer]` and `v[layer]` are [rows, kv_heads, head_dim]. What a row means is the backend's address map. Beside
-    them `host_rows` rows of host memory, pinned where the device is CUDA, take what is moved out.
+    them `host_rows` rows of host memory take what is moved out.
 
     Every row is written once at the start (`fill`), so no page of memory is first touched inside a measurement. Raises
     CellOutOfMemory where the device has no room.
@@ -60,29 +61,44 @@ class Arena:
         self.rows = rows
         self.nbytes = rows * shape.bytes_per_token(dtype.itemsize)
         self.k, self.v = _rows("KV arena", shape, rows, dtype, device, fill)
-        pinned = device.type == "cuda" and host_rows > 0
-        host = _rows("swap space", shape, host_rows, dtype, torch.device("cpu"), fill, pinned=pinned)
-        self._host_k, self._host_v = host
+        self._host_k, self._host_v = _rows("swap space", shape, host_rows, dtype, torch.device("cpu"), fill)
 
-    def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [T, kv_heads, head_dim] in `rows` [T]."""
         self.k[layer].index_copy_(0, rows, k)
         self.v[layer].index_copy_(0, rows, v)
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copy rows, each way as one batched copy a layer: first what goes out, then within, then what comes in. No two
-        moves of one way may have a target in common."""
+        moves of one way may have a target in common. Between a GPU and the host rows pass through pinned buffers."""
         if not moves:
             return
-        device, host = (self.k, self.v), (self._host_k, self._host_v)
-        for way, sources, targets in ((OUT, device, host), (COPY, device, device), (IN, host, device)):
-            chosen = [move for move in moves if move.way == way]
-            if not chosen:
-                continue
-            taken = _indices((move.source, move.rows) for move in chosen).to(sources[0][0].device)
-            given = _indices((move.target, move.rows) for move in chosen).to(targets[0][0].device)
-            for source, target in zip((*sources[0], *sources[1]), (*targets[0], *targets[1]), strict=True):
-                target.index_copy_(0, given, source.index_select(0, taken).to(target.device))
+        device, host = (*self.k, *self.v), (*self._host_k, *self._host_v)
+        self._move_out([move for move in moves if move.way == OUT], device, host)
+        self._move_in([move for move in moves if move.way == COPY], device, device)
+        self._move_in([move for move in moves if move.way == IN], host, device)
+
+    def _move_out(self, moves: list[Move], device: tuple[Tensor, ...], host: tuple[Tensor, ...]) -> None:
+        if moves:
+            taken, given = _indices(moves)
+            taken = taken.to(device[0].device)
+            landing = [source.index_select(0, taken).to("cpu", non_blocking=True) for source in device]
+            if device[0].is_cuda:
+                torch.cuda.current_stream(device[0].device).synchronize()
+            for target, rows in zip(host, landing, strict=True):
+                target.index_copy_(0, given, rows)
+
+    def _move_in(self, moves: list[Move], sources: tuple[Tensor, ...], device: tuple[Tensor, ...]) -> None:
+        """From the host, or from the device itself."""
+        if moves:
+            taken, given = _indices(moves)
+            taken, given = taken.to(sources[0].device), given.to(device[0].device)
+            for source, target in zip(sources, device, strict=True):
+                pinned = target.is_cuda and not source.is_cuda
+                rows = torch.empty((len(taken), *source.shape[1:]), dtype=source.dtype, device=source.device,
+                                   pin_memory=pinned)  # fmt: skip
+                torch.index_select(source, 0, taken, out=rows)
+                target.index_copy_(0, given, rows.to(target.device, non_blocking=True))
 
 
 def _rows(
@@ -92,19 +108,19 @@ def _rows(
     dtype: torch.dtype,
     device: torch.device,
     fill: float,
-    *,
-    pinned: bool = False,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Keys and values of every layer, written once."""
     nbytes, available = rows * shape.bytes_per_token(dtype.itemsize), available_bytes(device)
     if nbytes > available:
         raise CellOutOfMemory(f"{what} of {nbytes:,} bytes does not fit in {available:,} bytes free")
     size = (shape.layers, rows, shape.kv_heads, shape.head_dim)
     with out_of_memory(f"{what} of {nbytes:,} bytes"):
-        k, v = (torch.full(size, fill, dtype=dtype, device=device, pin_memory=pinned) for _ in range(2))
+        k, v = (torch.full(size, fill, dtype=dtype, device=device) for _ in range(2))
     return k.unbind(0), v.unbind(0)
 
 
-def _indices(ranges: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """The rows of all ranges (first, count) in order [n]."""
-    return torch.tensor([row for first, count in ranges for row in range(first, first + count)], dtype=torch.int64)
+def _indices(moves: list[Move]) -> tuple[Tensor, Tensor]:
+    """The rows that all moves take and give, in order, int64 [n] each."""
+    source, target, rows = torch.tensor([(move.source, move.target, move.rows) for move in moves]).unbind(1)
+    within = torch.arange(int(rows.sum())) - (rows.cumsum(0) - rows).repeat_interleave(rows)
+    return source.repeat_interleave(rows) + within, target.repeat_interleave(rows) + within

@@ -13,7 +13,7 @@ read in this order:
 6. `contiguous/cache.py`, `paged/cache.py`    where a token's row lies in the arena both share
 7. `engine/model.py`, `engine/runner.py`      transformers' own model over our attention, on a device; its tokens are
                            chosen in `engine/sampling.py`
-8. `workloads/`            what is asked, and when
+8. `workloads/`            what is asked, and when; `workloads/client.py` puts it to a server instead
 9. `metrics/`              what was compared (points), observed (records), kept (store) and concluded (summary, stats)
 10. `cli/stack.py`         the one place that puts the parts together; `cli/sweep.py` the main job
 11. `reports/`             tables, charts and the page, all from the stored run

@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import platform
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,9 @@ from pathlib import Path
 from kvbench.errors import KvbenchError
 
 LOCK = ".lock"
+PATIENCE_S = 5.0
+"""How long a lock is waited for whose holder has ended."""
+
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -59,14 +64,18 @@ def flush_folder(path: Path) -> None:
 def take_lock(folder: Path) -> int | None:
     """A handle that keeps every other writer out of the folder until it is closed, or None where another has one.
 
-    The kernel closes it with the process, however that ends, so a killed writer blocks nobody. On a file system that
+    The kernel closes it with the process, however that ends, so a killed writer blocks nobody, but for the moment in
+    which a program that it was just starting (git, say) still has its files: that is waited for. On a file system that
     knows no locks there is always a handle, and no protection.
     """
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if not _locked(handle):
-            os.close(handle)
-            return None
+        until_s = time.monotonic() + PATIENCE_S
+        while not _locked(handle):
+            if not _holder_is_gone(folder) or time.monotonic() > until_s:
+                os.close(handle)
+                return None
+            time.sleep(0.02)
         os.ftruncate(handle, 0)
         os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
     except BaseException:
@@ -86,6 +95,20 @@ def _locked(handle: int) -> bool:
         if error.errno not in _NO_LOCKS_HERE:
             raise
     return True
+
+
+def _holder_is_gone(folder: Path) -> bool:
+    """Whether the lock file names a process of this machine that has ended."""
+    found = re.fullmatch(r"process (\d+) on (.*)", lock_holder(folder))
+    if found is None or found[2] != platform.node():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def lock_holder(folder: Path) -> str:

@@ -100,6 +100,7 @@ def memory_summary(run: Run, window: Window) -> dict[str, float | int | None]:
         kv_blocks_saved   (logical_held - held) / logical_held   mean: blocks that sharing spares / those held without
         kv_reserved, kv_internal, kv_rounding, kv_free           mean of each part / pool
         kv_cached         the part of free that could be reused  mean of it / pool
+        kv_cache_usage    held / pool, as servers tell it        mean and peak
         swapped_tokens    rows in the host's memory              peak, in rows
 
     The means of utilisation, reserved, internal, rounding and free add up to 1. A step weighs as long as it lasts
@@ -116,7 +117,7 @@ def memory_summary(run: Run, window: Window) -> dict[str, float | int | None]:
         run.steps, "logical_tokens", "logical_held_tokens", "cached_tokens", "swapped_tokens"
     )
     seconds = np.minimum(end_s, window.end_s) - np.maximum(start_s, window.start_s)
-    inside = seconds >= 0
+    inside = (seconds > 0) | ((seconds == 0) & (start_s == end_s))
     summary: dict[str, float | int | None] = {}
 
     def tell(name: str, rows: Rows, of: Rows, *, peak: bool = False) -> None:
@@ -134,6 +135,7 @@ def memory_summary(run: Run, window: Window) -> dict[str, float | int | None]:
     for name in ("reserved", "internal", "rounding", "free"):
         tell(name, getattr(parts, name), parts.pool)
     tell("cached", cached, parts.pool)
+    tell("cache_usage", parts.held, parts.pool, peak=True)
     return summary | {"swapped_tokens_peak": int(swapped[inside].max()) if inside.any() else None}
 
 

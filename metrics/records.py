@@ -25,6 +25,11 @@ class RequestRecord:
     `token_s` has one entry for each output token. `cached_tokens` of the input were found in memory at its first
     admission; what it finds again after a preemption counts for nothing, and what a sample has of the one that computed
     the prompt neither. In `swaps` of the `preemptions` its rows went to host memory, in the others they were given up.
+
+    Only of a server's answer there are `asked_tokens` of the prompt as the workload drew it (`input_tokens` is then
+    what the server counted, where it says), `told_tokens` of output and `told_cached_tokens` by its usage (None: it
+    told none), `streamed_tokens` by the token ids in its stream, and `chunks` that brought tokens and `empty_chunks`
+    that brought nothing. Nobody knows its preemptions and swaps; in files they are null, not 0.
     """
 
     request: int
@@ -47,6 +52,12 @@ class RequestRecord:
     turn: int = 0
     prompt_token_ids: list[int] | None = None
     output_token_ids: list[int] | None = None
+    asked_tokens: int | None = None
+    told_tokens: int | None = None
+    told_cached_tokens: int | None = None
+    streamed_tokens: int | None = None
+    chunks: int | None = None
+    empty_chunks: int | None = None
 
 
 @dataclass(slots=True)
@@ -108,12 +119,42 @@ class Hold:
 
 
 @dataclass(slots=True)
+class SampleRecord:
+    """What a server told of itself at `end_s`, having been asked at `start_s`. None: it does not tell.
+
+    `preemptions` since the sample before; `kv_cache_usage` is the share of its pool that is held.
+    """
+
+    step: int
+    start_s: float
+    end_s: float
+    running: int | None = None
+    waiting: int | None = None
+    preemptions: int | None = None
+    pool_tokens: int | None = None
+    held_tokens: int | None = None
+    kv_cache_usage: float | None = None
+
+
+@dataclass(slots=True)
 class Run:
-    """All that one cell observed. `end_s` is the time of its last event."""
+    """All that one cell observed. `end_s` is the time of its last event.
+
+    A run against a server has no steps and no holds but the `samples` of what the server tells, no `pool_tokens`, and
+    the tokens that the server's own counters grew by meanwhile.
+    """
 
     requests: list[RequestRecord]
     steps: list[StepRecord]
     holds: list[Hold]
-    pool_tokens: int
+    pool_tokens: int | None
     end_s: float
-    external_fragmentation_events: int = 0
+    external_fragmentation_events: int | None = 0
+    server_input_tokens: int | None = None
+    server_output_tokens: int | None = None
+    samples: list[SampleRecord] = field(default_factory=list)
+
+    @property
+    def remote(self) -> bool:
+        """Whether a server served it, of which only requests and samples are known."""
+        return self.pool_tokens is None

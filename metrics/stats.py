@@ -10,6 +10,8 @@ BETTER = "better"
 WORSE = "worse"
 UNPROVEN = "no proven difference"
 
+BETWEEN, WITHIN = "between repeats", "within one repeat"
+
 P99_SAMPLES = 299
 """A p99 of fewer samples is flagged: with 299, one of them lies beyond the true p99 with a probability of 95 %."""
 
@@ -17,21 +19,25 @@ P99_SAMPLES = 299
 @dataclass(frozen=True, slots=True)
 class Interval:
     """An estimate with its confidence interval. `value` is None without samples, `low` and `high` below two ("needs
-    two repeats"). `n` samples were used, `dropped` were undefined and left out."""
+    two repeats"). `n` samples were used, `dropped` were undefined and left out. The samples are repeats (BETWEEN), or
+    the batches of a single one (WITHIN)."""
 
     value: float | None
     low: float | None
     high: float | None
     n: int
     dropped: int
+    over: str = BETWEEN
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`effect` is b / a, its samples the pairs; `verdict` judges b against a: BETTER, WORSE or UNPROVEN."""
+    """`effect` is b / a or b - a, its samples the pairs; `verdict` judges b against a: BETTER, WORSE or UNPROVEN. `p`
+    is that of no difference (two-sided, Student's t over the pairs), None below two pairs."""
 
     effect: Interval
     verdict: str
+    p: float | None = None
 
 
 def percentile(values: Sequence[float], q: float, errors: int = 0) -> float | None:
@@ -82,13 +88,67 @@ def paired_ratio(
     The interval is Student's t on the logarithms of the ratios. A pair with None or without a logarithm (zero or less)
     is dropped and counted. Without an interval, or with 1 inside it, nothing is proven.
     """
+    logs = [_log_ratio(x, y) for x, y in _pairs(a, b)]
+    found = mean_interval(logs, level)
+    value, low, high = (None if log is None else math.exp(log) for log in (found.value, found.low, found.high))
+    effect = Interval(value, low, high, found.n, found.dropped)
+    return Comparison(effect, _verdict(found, higher_is_better), _p_value(logs))
+
+
+def paired_difference(
+    a: Sequence[float | None], b: Sequence[float | None], *, higher_is_better: bool, level: float = 0.95
+) -> Comparison:
+    """By how much `b` is more than `a`: as `paired_ratio`, of b - a and with 0 for no difference. For what may be 0."""
+    steps = [None if x is None or y is None else y - x for x, y in _pairs(a, b)]
+    found = mean_interval(steps, level)
+    return Comparison(found, _verdict(found, higher_is_better), _p_value(steps))
+
+
+def holm_levels(p_values: Sequence[float | None], level: float = 0.95) -> list[float]:
+    """At which level each of several hypotheses is judged, so that all true ones together are rejected with a
+    probability of 1 - `level` at most, however they hang together (Holm 1979).
+
+    The smallest of m p-values is held against alpha / m, the next against alpha / (m - 1) and so on; from the first
+    that is not below on, none is rejected, and all of them have its level. So an interval at the level given here
+    leaves out the null where Holm rejects it, and nowhere else. Those without a p-value are no hypotheses.
+    """
+    alpha = 1 - level
+    known = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    levels = [level] * len(p_values)
+    each = alpha
+    rejecting = True
+    for rank, (p, place) in enumerate(known):
+        if rejecting:
+            each = alpha / (len(known) - rank)
+            rejecting = p < each
+        levels[place] = 1 - each
+    return levels
+
+
+def _pairs(a: Sequence[float | None], b: Sequence[float | None]) -> zip[tuple[float | None, float | None]]:
     assert len(a) == len(b), f"{len(a)} values against {len(b)} are no pairs"
-    logs = mean_interval([_log_ratio(x, y) for x, y in zip(a, b, strict=True)], level)
-    value, low, high = (None if log is None else math.exp(log) for log in (logs.value, logs.low, logs.high))
-    verdict = UNPROVEN
-    if low is not None and high is not None and not low <= 1 <= high:
-        verdict = BETTER if (low > 1) == higher_is_better else WORSE
-    return Comparison(Interval(value, low, high, logs.n, logs.dropped), verdict)
+    return zip(a, b, strict=True)
+
+
+def _verdict(difference: Interval, higher_is_better: bool) -> str:
+    """What an interval that has 0 for no difference proves."""
+    low, high = difference.low, difference.high
+    if low is None or high is None or low <= 0 <= high:
+        return UNPROVEN
+    return BETTER if (low > 0) == higher_is_better else WORSE
+
+
+def _p_value(differences: Sequence[float | None]) -> float | None:
+    from scipy.special import stdtr
+
+    known = [value for value in differences if value is not None]
+    spread = standard_deviation(known)
+    if spread is None:
+        return None
+    mean = math.fsum(known) / len(known)
+    if not spread:
+        return float(not mean)
+    return 2 * float(stdtr(len(known) - 1, -abs(mean) / spread * math.sqrt(len(known))))
 
 
 def _log_ratio(a: float | None, b: float | None) -> float | None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import KvbenchError
 from kvbench.metrics.files import LOCK, flush_folder, lock_holder, make_folder, take_lock, write_file, writing
 from kvbench.metrics.parquet import read_rows, write_run
-from kvbench.metrics.records import Hold, RequestRecord, Run, StepRecord
+from kvbench.metrics.records import Hold, RequestRecord, Run, SampleRecord, StepRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,6 +131,7 @@ class RunFolder:
         assert not target.exists(), f"cell {cell_id} is stored already"
         assert row.get("cell", cell_id) == cell_id, f"a row of {row['cell']} for cell {cell_id}"
         numbers = {} if run is None else {name: getattr(run, name) for name in _RUN_NUMBERS}
+        numbers = {name: number for name, number in numbers.items() if number is not None}
         text = _to_json({"cell": cell_id, **row, **numbers})
         with writing(target):
             aside = target.with_name(f".{cell_id}")
@@ -209,11 +210,15 @@ class RunFolder:
         if not self.has_run(cell_id):
             raise KvbenchError(f"cell {cell_id} of {self.path} has no records; its row in cells.csv says why")
         row = _read_json(cell / "result.json")
+        remote = row.get("pool_tokens") is None
+        unknown = dict.fromkeys(("pool_tokens", "external_fragmentation_events")) if remote else {}
+        numbers: dict[str, Any] = {**unknown, **{name: row[name] for name in _RUN_NUMBERS if name in row}}
         return Run(
             requests=read_rows(cell, "requests", RequestRecord),
-            steps=read_rows(cell, "steps", StepRecord),
+            steps=[] if remote else read_rows(cell, "steps", StepRecord),
             holds=read_rows(cell, "holds", Hold),
-            **{name: row[name] for name in _RUN_NUMBERS},
+            samples=read_rows(cell, "steps", SampleRecord) if remote else [],
+            **numbers,
         )
 
     def _cell(self, cell_id: str) -> Path:

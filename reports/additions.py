@@ -14,7 +14,7 @@ from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.stats import UNPROVEN, Comparison
 from kvbench.reports.contests import LEVEL, PRIMARY, TELLING, level, pairs, room
 from kvbench.reports.groups import Results, Variant, compare
-from kvbench.reports.words import count, listing, number, percent, ratio_decimals, times
+from kvbench.reports.words import count, listing, number, percent, ratio_decimals, ratio_end, times
 
 _SWITCHES = {"batching": "static batching", "prefix_caching": "the prefix cache", "preemption": "swapping"}
 """Fields with two values, by what the other than the default does."""
@@ -116,4 +116,4 @@ def _effect(comparison: Comparison) -> str:
     if effect.low is None or effect.high is None:
         return times(effect.value, ratio_decimals(effect.value))
     decimals = ratio_decimals(effect.low, effect.high)
-    return f"{times(effect.value, decimals)} [{number(effect.low, decimals)}–{number(effect.high, decimals)}]"
+    return f"{times(effect.value, decimals)} [{number(effect.low, decimals)}–{ratio_end(effect.high, decimals)}]"

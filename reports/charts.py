@@ -16,6 +16,7 @@ from kvbench.reports.contests import PRIMARY, able_variants, contests, focus, pa
 from kvbench.reports.figure import Figure, Look, apart, looks, of_context
 from kvbench.reports.groups import Group, Results, Variant
 from kvbench.reports.memory_chart import memory
+from kvbench.reports.servers import remote
 from kvbench.reports.svg import LIGHT, Plot, y_ticks
 from kvbench.reports.words import DASH, count, number, percent, sentence_case
 
@@ -28,7 +29,7 @@ def figures(folder: RunFolder, results: Results) -> list[Figure]:
     load = focus(results)
     for i, variant in enumerate(results.variants):
         group = _largest(results, variant, load)
-        if group:
+        if group and not remote(group):
             title = f"{sentence_case(results.name(variant))}: the KV memory over time"
             found.append(drawn(title, partial(memory, folder, results, group, f"memory{i}")))
     return found
@@ -65,7 +66,7 @@ def throughput(results: Results) -> Figure:
     _names(plot, {names[v]: (looks(results)[v].token, *end) for v, end in ends.items() if end}, top)
     unit = "requests per second asked" if any(load.request_rate is not None for load in results.loads) else "users"
     repeats = max(len(group.ok) for group in results.groups)
-    band = f"{percent(0.95)} interval of {repeats} repeats" if repeats > 1 else "one repeat, so no interval"
+    band = f"{percent(0.95)} interval of {repeats} repeats" if repeats > 1 else _band_of_one(results)
     title = _title(lines, names) + ("" if _told_apart(results) else "; no difference is proven")
     where = "by load" if len(x) > 1 else f"at {results.loads[0]}, one load only"
     subtitle = f"Output tokens per second {where}; {band}{of_context(results)}"
@@ -76,6 +77,12 @@ def throughput(results: Results) -> Figure:
         (unit, "out tok/s", f"{percent(0.95)} interval", "repeats"),
         tuple((names[variant], tuple(_number_row(group) for group in groups)) for variant, groups in lines.items()),
     )
+
+
+def _band_of_one(results: Results) -> str:
+    """What is drawn about a line that has one repeat."""
+    within = any(group.mean(PRIMARY).low is not None for group in results.groups)
+    return f"{percent(0.95)} interval within the one repeat" if within else "one repeat, so no interval"
 
 
 def _told_apart(results: Results) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvbench.metrics.stats import Interval
 from kvbench.reports.groups import Group, Results
+from kvbench.reports.servers import any_remote
 from kvbench.reports.words import number
 
 EQUAL_SLOTS = "max"
@@ -83,6 +84,11 @@ ANSWERS = (
     Column("usd_per_million_output_tokens", "$/1M out", _mean("usd_per_million_output_tokens"), 3, drop=2),
     Column("failed_cells", "failed cells", lambda group: _known(len(group.failed)), counted=True),
 )
+REMOTE = (
+    Column("send_lag_p99_s", "send lag p99 ms", _mean("send_lag_p99_s"), 1, 1e3, drop=2),
+    _share("kv_cache_usage_mean", "KV held %", drop=5),
+)
+"""What only a run against a server needs: its own word on its memory, and whether the client was in time."""
 SHARING = (
     _share("prefix_hit_rate", "prefix hits %"),
     _share("kv_sharing_mean", "KV shared %", drop=6),
@@ -105,6 +111,7 @@ POOL = (
 """Where the rows of the pool were: five parts that add up to 100 %, and what else is said of them."""
 DEVICE = (
     _mebibytes("kv_arena_bytes", "KV arena MiB"),
+    _mebibytes("swap_space_bytes", "swap space MiB"),
     _mebibytes("device_requested_bytes_peak", "torch requested MiB"),
     _mebibytes("device_allocated_bytes_peak", "torch allocated MiB"),
     _mebibytes("device_active_bytes_peak", "torch active MiB"),
@@ -116,11 +123,10 @@ DEVICE = (
 
 
 def answer_columns(results: Results) -> tuple[Column, ...]:
-    """Those about sharing only where a prefix cache was on."""
-    if not _caching(results):
-        return ANSWERS
+    """Those about sharing only where a prefix cache was on, those about servers only where one was measured."""
+    more = (SHARING if _caching(results) else ()) + (REMOTE if any_remote(results) else ())
     after = 1 + next(at for at, column in enumerate(ANSWERS) if column.key == "kv_fragmentation_mean")
-    return ANSWERS[:after] + SHARING + ANSWERS[after:]
+    return ANSWERS[:after] + more + ANSWERS[after:]
 
 
 def pool_columns(results: Results) -> tuple[Column, ...]:
@@ -138,8 +144,9 @@ def pool_columns(results: Results) -> tuple[Column, ...]:
 
 
 def device_columns(results: Results) -> tuple[Column, ...]:
-    """torch's figures where it has any."""
-    return _known_to(results, DEVICE)
+    """torch's figures where it has any, and swap space where there was some."""
+    swaps = _anywhere(results, "swap_space_bytes")
+    return _known_to(results, tuple(column for column in DEVICE if swaps or column.key != "swap_space_bytes"))
 
 
 def all_columns(results: Results) -> tuple[Column, ...]:

@@ -1,10 +1,10 @@
 """Two variants held against each other, load by load, and the load that shows best what tells them apart.
 
-Everything speaks of the middle context of the grid. The reference is the first paged variant, where one took part. It
-is held against every variant of another backend; and every variant against the first before it that is the same but for
+What is told is of the middle context of the grid. The reference is the first paged variant, where one took part. It is
+held against every variant of another backend; and every variant against the first before it that is the same but for
 one thing, which shows what that thing does. The one metric that is judged is output tokens/s, paired by seed. All
-comparisons of a run hold together at `LEVEL`: a grid of many loads and policies does not prove something by having many
-chances (Bonferroni).
+comparisons of a run, at every context, hold together at `LEVEL`: a grid of many loads and policies does not prove
+something by having many chances (Bonferroni).
 """
 
 from __future__ import annotations
@@ -74,8 +74,13 @@ def pairs(results: Results) -> list[tuple[Variant, Variant]]:
 
 
 def level(results: Results) -> float:
-    """Of each interval, so that those of all pairs at every load both ran at hold together at `LEVEL`."""
-    return 1 - (1 - LEVEL) / max(1, sum(len(results.shared_loads(pair)) for pair in pairs(results)))
+    """Of each interval, so that those of all pairs at every load and context both ran at hold together at `LEVEL`."""
+    return level_of(sum(len(results.shared_points(pair)) for pair in pairs(results)))
+
+
+def level_of(count: int) -> float:
+    """Of each of so many intervals that hold together at `LEVEL`."""
+    return 1 - (1 - LEVEL) / max(1, count)
 
 
 def contests(results: Results, variant: Variant, other: Variant) -> list[Contest]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from kvbench.metrics.points import Context
+from kvbench.metrics.points import Context, LoadPoint
 from kvbench.metrics.stats import P99_SAMPLES
 from kvbench.metrics.store import RunFolder
+from kvbench.metrics.summary import of_total
+from kvbench.metrics.window import STEADY, TOTAL
 from kvbench.reports.groups import OK, Group, Results, Row
+from kvbench.reports.servers import server_checks, server_line
+from kvbench.reports.sign import GOOD, WARNING, Check
 from kvbench.reports.words import DASH, binary_size, count, listing, number, percent, plain, times
 
 STATUS_WORDS = {
@@ -20,22 +24,12 @@ STATUS_WORDS = {
     "timeout": "over their time limit",
 }
 
-GOOD, WARNING = "ok", "warn"
-
 RATE_SLACK = 0.05
 """An open loop is overloaded where it answers this share less than was drawn; its last answers always come late."""
 INCOMPLETE = 0.1
 """From this share on, tokens of requests that did not finish are a good part of a cell's output tokens."""
 BUSY = 1.5
 """Repeats of one point that differ by this factor are not the work of their seeds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One sign of trust or warning; `kind` is GOOD or WARNING."""
-
-    kind: str
-    text: str
 
 
 def facts(manifest: Row, section: str) -> Mapping[str, Any]:
@@ -66,6 +60,7 @@ def headline_facts(folder: RunFolder, results: Results) -> list[str]:
         f"{model.get('name') or first.get('model') or 'unknown model'}{f' · {dtype}' if dtype else ''}{weights}",
         str(device.get("name") or first.get("device") or ""),
         _pool(kv),
+        server_line(folder.manifest),
         _workload(facts(folder.manifest, "dataset"), results),
         str(folder.manifest.get("created") or "")[:10],
     ]
@@ -187,15 +182,11 @@ def checks(folder: RunFolder, results: Results) -> list[Check]:
     elif results.rows:
         found.append(Check(GOOD, f"{count(len(results.rows), 'cell')} measured, none failed"))
     found += _incomplete(results)
+    found += server_checks(folder.manifest, results)
     if results.ok:
-        found += [
-            _requests(results),
-            *_held(results),
-            *_rates(results),
-            *_tail(results),
-            *_objectives(folder.manifest, results),
-        ]
-        found += [_repeats(results), *_spread(results), *_windows(results)]
+        found += [_requests(results), *_held(results), *_rates(results), *_tail(results)]
+        found += [*_objectives(folder.manifest, results), _repeats(results), *_until(folder.manifest)]
+        found += [*_spread(results), *_windows(results)]
     return found
 
 
@@ -232,7 +223,8 @@ def _incomplete(results: Results) -> list[Check]:
 
 
 def _tail(results: Results) -> list[Check]:
-    samples = [int(row["ttft_samples"]) for row in results.ok if row.get("ttft_samples")]
+    # the samples of a request have their first tokens together: only requests are independent
+    samples = [min(int(row["ttft_samples"]), _finished(row)) for row in results.ok if row.get("ttft_samples")]
     if not samples:
         return []
     if min(samples) >= P99_SAMPLES:
@@ -253,11 +245,17 @@ def _held(results: Results) -> list[Check]:
     return [Check(WARNING, f"rate not held, TTFT counts the wait: {listing(behind)}")] if behind else []
 
 
+def _finished(row: Row) -> int:
+    """Requests of which all samples finished; all there are where a row does not say."""
+    return int(row["requests_finished"] if row.get("requests_finished") is not None else row["ttft_samples"])
+
+
 def _rates(results: Results) -> list[Check]:
     """Of an open loop: what was asked, drawn and answered, where a variant fell behind its schedule."""
     behind = []
     for group in results.groups:
-        drawn, answered = group.mean("achieved_rate_per_s").value, group.mean("requests_per_s").value
+        whole = replace(group, rows=tuple(of_total(row) for row in group.rows))  # whoever is late, answers in the end
+        drawn, answered = whole.mean("achieved_rate_per_s").value, whole.mean("requests_per_s").value
         if group.load.request_rate is None or drawn is None or answered is None:
             continue
         if answered < (1 - RATE_SLACK) * drawn:
@@ -295,7 +293,34 @@ def _repeats(results: Results) -> Check:
     return Check(GOOD, f"{most} repeats, paired by seed")
 
 
+def _until(manifest: Row) -> list[Check]:
+    """Of a run that repeats until its intervals are narrow: whether they are."""
+    found = facts(manifest, "until_ci")
+    if not found:
+        return []
+    within = f"within ± {percent(found['share'], 1)} after {count(found['repeats'], 'repeat')}"
+    if found.get("reached"):
+        return [Check(GOOD, f"every interval of out tok/s is {within}")]
+    return [Check(WARNING, f"not every interval of out tok/s is {within}: {listing(found['wide'])}")]
+
+
 def _windows(results: Results) -> list[Check]:
-    windows = dict.fromkeys(str(row["window"]) for row in results.ok if row.get("window"))
-    meaning = {"total": "total window: start and end of the load included"}
-    return [Check(GOOD, meaning.get(name, f"{name} window")) for name in windows]
+    """Which window the numbers of each load are of; and of a total one, why no steady one."""
+    meaning = {
+        STEADY: "steady window: start and end of the load left out",
+        TOTAL: "total window: start and end of the load included",
+    }
+    loads: dict[str, list[str]] = {}
+    for row in results.ok:
+        if row.get("window"):
+            loads.setdefault(str(row["window"]), []).append(str(LoadPoint.of(row)))
+    why = Counter(str(row["window_reason"]) for row in results.ok if row.get("window_reason"))
+    found = []
+    for name, where in loads.items():
+        text = meaning.get(name, f"{name} window")
+        if len(loads) > 1:
+            text += f", at {listing(list(dict.fromkeys(where)))}"
+        if name == TOTAL and why:
+            text += f" ({why.most_common(1)[0][0]})"
+        found.append(Check(GOOD, text))
+    return found

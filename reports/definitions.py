@@ -10,6 +10,9 @@ EXTRAS, SAMPLES = "extras", "samples"
 SHOWN_WITH = {
     "+ static, + prefix cache, + swap": EXTRAS,
     "samples": SAMPLES,
+    "server": "send_lag_p99_s",
+    "send lag": "send_lag_p99_s",
+    "KV held": "kv_cache_usage_mean",
     "prefix hits": "prefix_hit_rate",
     "KV shared": "kv_sharing_mean",
     "blocks saved": "kv_blocks_saved_mean",
@@ -19,6 +22,7 @@ SHOWN_WITH = {
     "external events": "external_fragmentation_events",
     "swapped rows": "swapped_tokens_peak",
     "KV arena": "kv_arena_bytes",
+    "swap space": "swap_space_bytes",
     "torch's figures": "device_reserved_bytes_peak",
     "process": "host_rss_bytes_peak",
 }
@@ -27,6 +31,11 @@ SHOWN_WITH = {
 DEFINITIONS = (
     ("contiguous", "Every request holds one range of rows from its start to its end, as long as its policy reserves."),
     ("paged", "Every request holds blocks of rows from a shared pool and takes another when it needs one."),
+    (
+        "server",
+        "The server of --target, under the same requests. Times are its client's, tokens those of its usage. How it "
+        "holds its memory is its own affair, so of the parts of the pool nothing is known.",
+    ),
     (
         "+ static, + prefix cache, + swap",
         "What a variant adds. Static: requests join and leave a batch only as a whole. Prefix cache: full blocks of "
@@ -45,8 +54,16 @@ DEFINITIONS = (
     ),
     (
         "out tok/s",
-        "Output tokens of the window ÷ its seconds, those of unfinished requests included. The total window runs from "
-        "the first request scheduled to the last event.",
+        "Output tokens of the window ÷ its seconds, those of unfinished requests included.",
+    ),
+    (
+        "window",
+        "What rates, latencies, in time and memory speak of; counts are of the whole run. Total: first request "
+        "scheduled to last event. Steady: from when every opening request of a closed loop has ended (of an open loop: "
+        "when the first answer is whole), and not before the last change in output tokens per interval, to when the "
+        "last request is asked. Tokens belong to the window of their time stamp, requests to the one they were "
+        "scheduled in. A load is told by its steady window where every cell of it has one, of at least 30 requests and "
+        "three mean durations of a request, else by the total one; cells.csv has both.",
     ),
     (
         "TTFT, time to first token",
@@ -64,13 +81,22 @@ DEFINITIONS = (
         "(never filled + rounding) ÷ rows held, time-weighted mean.",
     ),
     (
+        "send lag",
+        "When a request left the client − when it was scheduled, of a server only: it is part of TTFT. The client was "
+        "the limit where the p99 is over 5 ms and over 10 % of the median TTFT.",
+    ),
+    (
+        "KV held",
+        "Rows held ÷ rows of the pool, time-weighted mean: of a server by its own word, sampled twice a second.",
+    ),
+    (
         "prefix hits",
         "Input tokens that a request found in the prefix cache when it was first admitted ÷ input tokens of all that "
         "were admitted. What is found again after a preemption counts for nothing.",
     ),
     (
         "KV shared",
-        "1 − rows that hold tokens ÷ the same rows counted once for each request that reads them: time-weighted mean.",
+        "1 − rows that hold tokens ÷ the same rows counted once for each answer that reads them: time-weighted mean.",
     ),
     (
         "blocks saved",
@@ -98,12 +124,17 @@ DEFINITIONS = (
         "Rows of preempted requests in the host's memory, outside the pool: the most at once, the largest of the "
         "repeats.",
     ),
-    ("preempted", "How often a running request lost its memory and was computed again: mean per repeat."),
-    ("peak running", "The most requests that ran at once, the largest of the repeats."),
+    (
+        "preempted",
+        "How often a running request, or one of its samples, lost its memory, to be computed again or swapped back: "
+        "mean per repeat.",
+    ),
+    ("peak running", "The most answers that were in the making at once, the largest of the repeats."),
     (
         "KV arena",
         "Bytes of keys and values for the rows of the pool and one block of padding, the same for each backend.",
     ),
+    ("swap space", "Bytes of host memory for the rows of those that were preempted."),
     (
         "torch's figures",
         "Of its allocator on the GPU. Requested: what code asked for. Allocated: the same in whole blocks. Active: "
@@ -121,7 +152,9 @@ DEFINITIONS = (
     (
         "95 % interval",
         "Between repeats, mean ± t(n − 1) · s ÷ √n. Of a ratio: the same on its logarithm, paired by seed, and wider "
-        "the more ratios a run compares, so that all of them hold together (Bonferroni). One repeat has none.",
+        "the more ratios a run compares, so that all of them hold together (Bonferroni). One repeat has none but that "
+        "of out tok/s within its steady window: the same over 10 to 30 equal parts whose neighbours do not hang "
+        "together (batch means).",
     ),
     ("proven", "The interval of the ratio leaves out 1. Otherwise there is no proven difference."),
     ("failed", "Failed cells and requests carry no number. They are counted, never averaged as 0."),

@@ -1,7 +1,8 @@
 """The cells of a run put together: the repeats of one variant at one load and context are a group.
 
-A number of a group is its mean over the repeats that ran (status `ok`), with Student's interval between them. Cells
-that failed are counted, never averaged.
+A number of a group is its mean over the repeats that ran (status `ok`), with Student's interval between them; of one
+repeat with the interval within it, where it has one. Cells that failed are counted, never averaged. All cells of a load
+and context speak of the same window: of the steady one where each that ran has it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 from kvbench.metrics import points
 from kvbench.metrics.points import Context, LoadPoint
-from kvbench.metrics.stats import Comparison, Interval, mean_interval, paired_ratio
+from kvbench.metrics.stats import WITHIN, Comparison, Interval, mean_interval, paired_ratio
 from kvbench.metrics.store import RunFolder
+from kvbench.metrics.summary import of_total
+from kvbench.metrics.window import STEADY
 
 Row = Mapping[str, Any]
 
@@ -54,7 +57,14 @@ class Group:
         return [row[column] for row in self.ok if row.get(column) is not None]
 
     def mean(self, column: str) -> Interval:
-        return mean_interval([row.get(column) for row in self.ok])
+        found = mean_interval([row.get(column) for row in self.ok])
+        if found.n == 1 and found.value is not None:
+            low, high, batches = (
+                self.values(name) for name in (f"{column}_within_low", f"{column}_within_high", "batches")
+            )
+            if low and high and batches:
+                return Interval(found.value, low[0], high[0], int(batches[0]), found.dropped, WITHIN)
+        return found
 
     def median_row(self, column: str) -> Row | None:
         """The repeat in the middle of a column (the lower of two)."""
@@ -74,8 +84,12 @@ class Results:
 
     @classmethod
     def of(cls, folder: RunFolder) -> Results:
-        rows = folder.rows()
-        planned = folder.manifest.get("cells") or []
+        return cls.of_rows(folder.rows(), folder.manifest.get("cells") or [])
+
+    @classmethod
+    def of_rows(cls, told: Sequence[Row], planned: Sequence[object] = ()) -> Results:
+        """The rows of cells, in the order of the variants of the cells that were `planned`."""
+        rows = one_window(told)
         cells: dict[tuple[Variant, LoadPoint, Context], list[Row]] = {}
         for row, variant in zip(rows, _variants(rows), strict=True):
             cells.setdefault((variant, LoadPoint.of(row), Context.of(row)), []).append(row)
@@ -102,8 +116,11 @@ class Results:
 
     @property
     def middle(self) -> Context:
-        """The grid's middle context, of which headline and charts speak."""
-        return self.contexts[(len(self.contexts) - 1) // 2]
+        """The grid's middle context, of which headline and charts speak: the middle of the lengths, with the longest
+        prefix and the most samples asked of them. Without either there is nothing to share, which the reader knows."""
+        richest = max((context.prefix_tokens, context.samples) for context in self.contexts)
+        those = [context for context in self.contexts if (context.prefix_tokens, context.samples) == richest]
+        return those[(len(those) - 1) // 2]
 
     def name(self, variant: Variant) -> str:
         """Its backend's and what it adds to that, with the reservation where the run has several of them."""
@@ -137,16 +154,33 @@ class Results:
 
     def shared_loads(self, variants: Iterable[Variant]) -> list[LoadPoint]:
         """The loads at which all of them ran, at the middle context."""
+        return [load for load, context in self.shared_points(variants) if context == self.middle]
+
+    def shared_points(self, variants: Iterable[Variant]) -> list[tuple[LoadPoint, Context]]:
+        """The loads and contexts at which all of them ran."""
         variants = list(variants)
-        return [load for load in self.loads if all(self.at(variant, load, self.middle).ok for variant in variants)]
+        points = [(load, context) for context in self.contexts for load in self.loads]
+        return [point for point in points if all(self.at(variant, *point).ok for variant in variants)]
+
+
+def one_window(rows: Sequence[Row]) -> list[Row]:
+    """The same rows, all of a load and context of one window: the total one unless all that ran have a steady one."""
+    unsettled = {
+        (LoadPoint.of(row), Context.of(row)) for row in rows if row.get("status") == OK and row.get("window") != STEADY
+    }
+    return [of_total(row) if (LoadPoint.of(row), Context.of(row)) in unsettled else row for row in rows]
 
 
 def compare(a: Group, b: Group, column: str, *, level: float, higher_is_better: bool = True) -> Comparison:
     """How many times `a` is `b`, paired by seed: a repeat that only one of them has is no pair."""
+    return paired_ratio(*paired(a, b, column), higher_is_better=higher_is_better, level=level)
+
+
+def paired(a: Group, b: Group, column: str) -> list[list[Any]]:
+    """A column of both, of the repeats whose seed both have, in the same order."""
     by_seed = [{row.get("seed"): row.get(column) for row in group.ok} for group in (a, b)]
     seeds = [seed for seed in by_seed[0] if seed in by_seed[1]]
-    pairs = [[values[seed] for seed in seeds] for values in by_seed]
-    return paired_ratio(*pairs, higher_is_better=higher_is_better, level=level)
+    return [[values[seed] for seed in seeds] for values in by_seed]
 
 
 def _variants(rows: Sequence[Row]) -> list[Variant]:

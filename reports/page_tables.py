@@ -9,7 +9,7 @@ from kvbench.reports.contests import LEVEL, Contest, contests, focus, pairs
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import OK, Group, Results, Row
 from kvbench.reports.tables import Table, device_table, pool_table, summary
-from kvbench.reports.words import DASH, number, percent, ratio_decimals, sentence_case
+from kvbench.reports.words import DASH, number, percent, ratio_decimals, ratio_end, sentence_case
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Meter:
 _METERS = (
     ("KV memory that holds tokens", "kv_utilisation_mean", percent, 1.0),
     ("Held but wasted, share of what is held", "kv_fragmentation_mean", percent, 1.0),
-    ("Requests running at once, peak", "peak_running", number, None),
+    ("Answers in the making at once, peak", "peak_running", number, None),
     (
         "Waiting for a slot, 99th percentile",
         "queue_p99_s",
@@ -128,7 +128,7 @@ def duel_table(results: Results) -> Grid | None:
 def _duel(results: Results, duel: Contest) -> tuple[Cell, ...]:
     effect = duel.effect
     decimals = ratio_decimals(effect.low, effect.high)
-    interval = DASH if effect.low is None else f"{number(effect.low, decimals)} to {number(effect.high, decimals)}"
+    interval = DASH if effect.low is None else f"{number(effect.low, decimals)} to {ratio_end(effect.high, decimals)}"
     verdict = "proven" if duel.proven else "needs two repeats" if effect.low is None else "no proven difference"
     return (
         Cell(sentence_case(results.name(duel.winner)), f"text {looks(results)[duel.winner].token}"),

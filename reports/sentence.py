@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.metrics.points import LoadPoint
-from kvbench.metrics.stats import Interval
+from kvbench.metrics.stats import WITHIN, Interval
 from kvbench.reports.additions import further
 from kvbench.reports.contests import LEVEL, PRIMARY, TELLING, Contest, able_variants, contests, focus, reference, room
 from kvbench.reports.context import cells_failed, unfinished
 from kvbench.reports.groups import Group, Results, Row, Variant
+from kvbench.reports.searches import searches
 from kvbench.reports.words import count, listing, number, percent, ratio_decimals, sentence_case, times
 
 _COUNTS = ("requests_submitted", "requests_finished")
@@ -53,6 +54,8 @@ def find(results: Results, manifest: Row) -> Finding:
         return Finding(f"Nothing could be measured: {cells_failed(results.rows)}.", caveat=late)
     able = able_variants(results)
     found = _alone(results, able) if len(able) < 2 else _compared(results, able)
+    if sought := searches(manifest):
+        found = Finding(sought[0], further=" ".join(sought[1:]))
     predicted = all(row.get("evidence") == "simulated" for row in results.ok)
     headline = f"Predicted: {found.headline}" if predicted else found.headline
     failed = f"{sentence_case(cells_failed(results.rows))}." if results.failed else ""
@@ -117,6 +120,8 @@ def _absent(results: Results, variant: Variant) -> str:
 def _range(speed: Interval) -> str:
     if speed.low is None:
         return "one repeat: how far it would vary is not known"
+    if speed.over == WITHIN:
+        return f"{percent(LEVEL)} interval within its one repeat {number(speed.low, 1)} to {number(speed.high, 1)}"
     return f"{percent(LEVEL)} interval {number(speed.low, 1)} to {number(speed.high, 1)}, {count(speed.n, 'repeat')}"
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvbench.reports.columns import Column, all_columns, answer_columns, device_columns, pool_columns
 from kvbench.reports.groups import Group, Results, Variant
+from kvbench.reports.servers import remote
 from kvbench.reports.words import plain, sentence_case
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def summary(results: Results) -> list[Table]:
 
 
 def pool_table(results: Results) -> Table | None:
-    """Where the rows of the pool were; None where nothing is known of it."""
+    """Where the rows of the pool were; None where nothing is known of it, as of a server's."""
     return _of_all("Where the KV memory went, in % of the pool", results, pool_columns(results))
 
 
@@ -72,8 +73,9 @@ def device_table(results: Results) -> Table | None:
 
 def _of_all(title: str, results: Results, columns: tuple[Column, ...]) -> Table | None:
     places = _places(results)
-    rows = tuple(((results.name(group.variant), *_labels(places, group)), group) for group in results.groups)
-    return Table(title, ("backend", *_heads(places)), columns, rows, named=True) if columns else None
+    groups = [group for group in results.groups if not remote(group)]
+    rows = tuple(((results.name(group.variant), *_labels(places, group)), group) for group in groups)
+    return Table(title, ("backend", *_heads(places)), columns, rows, named=True) if columns and rows else None
 
 
 def _heads(places: Sequence[Place]) -> tuple[str, ...]:
@@ -89,7 +91,7 @@ def render(results: Results, fmt: str = "table", width: int = 80) -> str:
     out the device's own figures."""
     assert fmt in FORMATS, fmt
     if fmt == "csv":
-        return _csv(records(results))
+        return to_csv(records(results))
     if fmt == "json":
         return json.dumps(records(results), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     tables, pool, device = summary(results), pool_table(results), device_table(results)
@@ -142,7 +144,7 @@ def _places(results: Results) -> tuple[Place, ...]:
     return tuple(place for place, shown in places.items() if shown)
 
 
-def _csv(rows: Sequence[dict[str, Value]]) -> str:
+def to_csv(rows: Sequence[dict[str, Value]]) -> str:
     """Full precision, None an empty field; a text that a spreadsheet would run as a formula gets a '."""
     out = io.StringIO()
     heads = dict.fromkeys(name for row in rows for name in row)

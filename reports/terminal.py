@@ -6,9 +6,10 @@ import textwrap
 from pathlib import Path
 
 from kvbench.metrics.store import RunFolder
-from kvbench.reports.context import WARNING, checks, evidence, headline_facts, price, reasons
+from kvbench.reports.context import checks, evidence, headline_facts, price, reasons
 from kvbench.reports.groups import Results
 from kvbench.reports.sentence import find
+from kvbench.reports.sign import WARNING
 from kvbench.reports.tables import render
 from kvbench.reports.words import THIN
 

@@ -8,6 +8,8 @@ DASH = "–"
 THIN = "\u202f"
 """A narrow no-break space, before % and ×."""
 
+MUCH = 1000
+
 
 def number(value: float | None, decimals: int = 0) -> str:
     """`1,234.5`; minus zero is zero."""
@@ -30,6 +32,11 @@ def percent(share: float | None, decimals: int = 0) -> str:
 
 def times(ratio: float, decimals: int = 2) -> str:
     return f"{number(ratio, decimals)}{THIN}×"
+
+
+def ratio_end(ratio: float | None, decimals: int = 2) -> str:
+    """An end of an interval of ratios: beyond a thousand it says no more than that nothing is known."""
+    return f"over {MUCH:,}" if ratio is not None and ratio > MUCH else number(ratio, decimals)
 
 
 def ratio_decimals(*ratios: float | None) -> int:

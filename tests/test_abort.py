@@ -10,6 +10,7 @@ import pytest
 from fakes import (
     CACHED_KINDS,
     KINDS,
+    SWAPPING_KINDS,
     VOCABULARY,
     FakeExecutor,
     Pool,
@@ -123,11 +124,11 @@ class Story:
 @given(st.data())
 def test_aborts_timeouts_and_ends_at_random(data: st.DataObject) -> None:  # sglang#11970, vllm#46283, inference-sim#529
     """Under a prefix cache all prompts are beginnings of one text, with a few tokens of their own behind."""
-    kind = data.draw(st.sampled_from((*KINDS, *CACHED_KINDS)))
+    kind = data.draw(st.sampled_from((*KINDS, *CACHED_KINDS, *SWAPPING_KINDS, *SWAPPING_KINDS)))
     timeout_s = data.draw(st.sampled_from((None, None, 2**-4, 2**-2)))
     limits = Limits(40, data.draw(st.integers(1, 24)), data.draw(st.integers(1, 6)), request_timeout_s=timeout_s)
     pool_tokens = data.draw(st.integers(28, 90)) * (8 if kind == "paged-256" else 1)
-    contiguous = not kind.startswith(("paged-", "cached-"))
+    contiguous = "-" not in kind
     story = Story(kind, pool_tokens, limits, static=contiguous and data.draw(st.booleans()))
     asked: list[Request] = []
     accepted: set[int] = set()
@@ -136,7 +137,7 @@ def test_aborts_timeouts_and_ends_at_random(data: st.DataObject) -> None:  # sgl
         for _ in range(data.draw(st.integers(0, 2))):
             own_end = kind not in ("pow2", "oracle")
             number, length = len(asked) + len(new), data.draw(st.integers(1, 24))
-            own = min(length, data.draw(st.integers(0, 4))) if kind in CACHED_KINDS else length
+            own = min(length, data.draw(st.integers(0, 4))) if kind.startswith("cached") else length
             new.append(
                 asking(
                     number,
@@ -145,6 +146,7 @@ def test_aborts_timeouts_and_ends_at_random(data: st.DataObject) -> None:  # sgl
                     output_tokens=None if own_end else data.draw(st.integers(1, 16)),
                     stop_ids=frozenset(range(8)) if own_end else frozenset(),
                     scheduled_s=story.now_s,
+                    n=data.draw(st.sampled_from((1, 1, 1, 2, 3))),
                 )
             )
         asked += new
@@ -156,15 +158,16 @@ def test_aborts_timeouts_and_ends_at_random(data: st.DataObject) -> None:  # sgl
             assert not (living and id in over)
             accepted |= {id} if living else set()
     run = story.end()
-    assert [one.request for one in run.requests] == [one.id for one in asked]
-    for record, one in zip(run.requests, asked, strict=True):
+    expected = [(one, sample) for one in asked for sample in range(one.n)]
+    assert [(one.request, one.sample) for one in run.requests] == [(one.id, sample) for one, sample in expected]
+    for record, (one, sample) in zip(run.requests, expected, strict=True):
         event(f"{record.status}, preempted: {record.preemptions > 0}, answered: {record.output_tokens > 0}")
-        event(f"{record.status}, hit: {record.cached_tokens > 0}")
-        whole = answer(one)
+        event(f"{record.status}, hit: {record.cached_tokens > 0}, swapped: {record.swaps > 0}")
+        whole = answer(one, sample=sample)
         assert record.output_token_ids == whole[: record.output_tokens]
         assert record.output_tokens == len(record.token_s)
-        if record.status == FINISHED:
-            assert record.output_tokens == len(whole) and record.request not in accepted
+        if record.status == FINISHED:  # a request that is given up may have samples that had ended
+            assert record.output_tokens == len(whole) and (one.n > 1 or record.request not in accepted)
         else:
             assert record.status in (ABORTED, REJECTED, FAILED)
             assert record.status == ABORTED or record.request not in accepted

@@ -33,7 +33,7 @@ def test_the_tests_of_a_case_are_there_and_name_it(thread: str, tests: list[str]
 
 
 def test_each_case_has_one_row_and_every_row_is_read() -> None:
-    _, _, *lines = [line for line in PAGE.splitlines() if line.startswith("|")]
+    lines = [line for line in PAGE.splitlines() if line.startswith("|") and not line.startswith(("| thread", "| ---"))]
     assert len({thread for thread, _ in ROWS}) == len(ROWS) == len(lines) > 15
 
 

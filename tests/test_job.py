@@ -169,10 +169,13 @@ def test_only_variants_that_swap_have_host_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_swap_space_is_vllms_where_the_machine_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And never more than the sequences that can run at once could fill."""
     for available, size, why in ((2**40, 4 * 2**30, "vLLM"), (2**30, 2**28, "25% of the 1.0 GiB of host memory")):
         monkeypatch.setattr("kvbench.engine.environment.available_bytes", lambda _, free=available: free)
-        job = prepare(config(variants=variants(preemption="swap")))
+        job = prepare(config(variants=variants(preemption="swap"), max_sequences=2048, max_model_len=2048))
         assert job.stack.cache.swap_tokens == size // BYTES and why in job.choices["swap_space"]
+    job = prepare(config(variants=variants(preemption="swap"), max_sequences=3, max_model_len=20))
+    assert job.stack.cache.swap_tokens == 3 * 32 and job.choices["swap_space"].startswith("3 sequences of full length")
 
 
 def asking(number: int, prompt: list[int], answer: int) -> Request:

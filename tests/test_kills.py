@@ -24,7 +24,8 @@ from kvbench.reports.html import render_report
 SWEEP = (
     *("sweep", "--resume", "--model", "tiny", "--dtype", "float32", "--input-len", "8", "--output-len", "6"),
     *("--range-ratio", "0.5", "--concurrency", "2,4", "--block-size", "4", "--kv-memory", "128KiB"),
-    *("--num-warmups", "1", "--save-tokens", "--price", "2"),
+    *("--num-warmups", "1", "--save-tokens", "--price", "2", "--n", "2", "--temperature", "1", "--prefix-len", "4"),
+    *("--prefix-caching", "on", "--preemption", "swap", "--swap-space", "64KiB"),
 )
 TIMES = re.compile(r"_s$|_mean$|_per_s(_per_card)?$|^(goodput|attainment|slo|usd|host_rss)_|^attainment$")
 """Columns that no seed fixes: a clock has a part in them (a mean over the steps is weighted by their seconds), or the
@@ -112,7 +113,8 @@ def kill_often(tmp_path: Path, repeats: int, wanted: int, seed: int) -> None:
             sessions = RunFolder.open(out).manifest["sessions"]
             assert sum(session["finished"] is None for session in sessions) <= here
             assert [session["cells_before"] for session in sessions] == sorted(s["cells_before"] for s in sessions)
-            assert any(row["preemptions"] for row in RunFolder.open(out).rows())
+            assert any(row["preemptions"] and row["swaps"] for row in RunFolder.open(out).rows())
+            assert any(row["prefix_hit_rate"] for row in RunFolder.open(out).rows())
             assert_same_but_for_times(out, tmp_path / "calm", tmp_path / f"timeless{sweeps}")
     print(f"{kills} kills in {sweeps} sweeps of {4 * repeats} cells, the last in {len(sessions)} sessions")
 

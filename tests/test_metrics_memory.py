@@ -70,6 +70,8 @@ def test_ratios_weigh_steps_by_their_time_and_leave_idle_time_out() -> None:
         "kv_rounding_mean": pytest.approx((4 + 4 + 2 * 4 + 0) / 40 / 5),
         "kv_free_mean": pytest.approx((24 + 20 + 2 * 16 + 32) / 40 / 5),
         "kv_cached_mean": 0.0,
+        "kv_cache_usage_mean": pytest.approx((16 + 20 + 2 * 24 + 8) / 40 / 5),
+        "kv_cache_usage_peak": 24 / 40,
         "kv_blocks_saved_mean": None,
         "swapped_tokens_peak": 0,
     }
@@ -192,6 +194,7 @@ def test_split_agrees_with_every_sequence_at_every_step(many: list[Stay], spare:
 
     rows = zip(parts.used, parts.reserved, parts.internal, parts.rounding, parts.held, strict=True)
     assert [tuple(map(int, row)) for row in rows] == expected
+    assert run.pool_tokens is not None
     assert parts.free.tolist() == [run.pool_tokens - row[4] for row in expected]
 
 

@@ -233,6 +233,52 @@ def test_percentile_objectives_have_columns_of_their_own() -> None:
     assert summarise(run_of(*requests, end_s=2.0), slos=slos[:1])["slo_met"] is True
 
 
+def test_requests_in_flight_are_counted_by_the_moment_not_by_the_second() -> None:
+    """0 to 2, 0.5 to 1.25 and 1.25 to 3, then to the end at 5: two at once, though four fall into the second from 1 s.
+    One that was rejected on arrival was never in flight."""
+    requests = [
+        answered([1.0, 2.0]),
+        answered([1.25], scheduled_s=0.5),
+        answered([3.0], scheduled_s=1.25),
+        refused(UNFINISHED, scheduled_s=2.0),
+        refused(REJECTED, scheduled_s=1.5),
+    ]
+    for one in requests:
+        one.admitted_s = None
+    assert summarise(run_of(*requests, end_s=5.0))["peak_in_flight"] == 2
+    both = [answered([1.0, 2.0]), answered([1.0, 3.0])]
+    assert summarise(run_of(*both, end_s=5.0))["peak_in_flight"] == 2
+    both[1].sample = 1  # a request is one, however many samples it has
+    assert summarise(run_of(*both, end_s=5.0))["peak_in_flight"] == 1
+    assert summarise(run_of(end_s=5.0))["peak_in_flight"] == 0
+
+
+def test_the_standard_interpolation_of_four_requests() -> None:
+    """TTFT 1, 2, 4 and 8 s: p50 lies in the middle of 2 and 4, p90 at 0.7, p99 at 0.97 of the way from 4 to 8."""
+    requests = [answered([ttft_s, ttft_s + 1]) for ttft_s in (1.0, 2.0, 4.0, 8.0)]
+    row = summarise(run_of(*requests, end_s=9.0))
+    percentiles = [row[f"ttft_p{q}_s"] for q in (50, 90, 99)]
+    assert percentiles == pytest.approx([3.0, 4 + 0.7 * 4, 4 + 0.97 * 4])
+
+
+def test_unfinished_at_the_timeout_is_bad_and_its_tokens_count() -> None:
+    """Three whole answers in time and one that the end cut off after three tokens: 3 of 4 good, 3 in 10 s."""
+    requests = [answered([1.0 + i, 1.02 + i], scheduled_s=float(i)) for i in range(3)]
+    cut = refused(UNFINISHED, scheduled_s=9.0, token_s=(9.25, 9.5, 9.75))
+    row = summarise(run_of(*requests, cut, end_s=10.0))
+    assert (row["attainment"], row["goodput_per_s"], row["requests_per_s"]) == (0.75, 0.3, 0.3)
+    assert row["output_tokens_per_s"] == pytest.approx(0.9)
+    assert row["ttft_samples"] == 3
+
+
+def test_several_objectives_must_all_hold() -> None:
+    """TTFT 1 s and 0.5 s, TPOT 0.1 and 0.4 s: each objective alone has one of two, both together none."""
+    requests = [answered([1.0, 1.1]), answered([0.5, 0.9])]
+    for slos, attainment in (([Slo("ttft", 0.5)], 0.5), ([Slo("tpot", 0.2)], 0.5)):
+        assert summarise(run_of(*requests, end_s=2.0), slos=slos)["attainment"] == attainment
+    assert summarise(run_of(*requests, end_s=2.0), slos=[Slo("ttft", 0.5), Slo("tpot", 0.2)])["attainment"] == 0
+
+
 def test_a_token_without_its_time_is_impossible() -> None:
     request = answered([1.0, 2.0])
     request.output_tokens = 3

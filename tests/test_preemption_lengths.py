@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
 from fakes import Pool, answer, make_pool, request, serve_on
@@ -14,7 +15,7 @@ from tiny_models import VOCAB, Expected, Pair, departures, generate, tiny_pair
 
 from kvbench.contiguous.slots import POLICIES
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import Sequence
+from kvbench.engine.types import SAMPLE, Sequence, Usage
 from kvbench.metrics.memory import split
 from kvbench.metrics.records import FINISHED, Run
 from kvbench.workloads.load import ClosedLoop
@@ -25,13 +26,13 @@ LATEST = 1
 MODES = ("in its answer", "in its prompt", "behind its prompt")
 
 
-def refused_at(pool: Pool, length: int) -> Pool:
-    """`pool`, but the latest request is refused more rows the one time when exactly `length` of its tokens are
+def refused_at(pool: Pool, length: int, latest: int = LATEST) -> Pool:
+    """`pool`, but the latest sequence is refused more rows the one time when exactly `length` of its tokens are
     computed."""
     reserve = pool.reserve
 
     def once(sequence: Sequence, rows: int) -> bool:
-        meant = sequence.id == LATEST and sequence.computed == length and not sequence.preemptions
+        meant = sequence.id == latest and sequence.computed == length and not sequence.preemptions
         return not meant and reserve(sequence, rows)
 
     pool.reserve = once  # type: ignore[method-assign]
@@ -47,13 +48,14 @@ def assert_preempted_at(run: Run, length: int) -> None:
     split(run)
 
 
-PAGED = [f"{cache}-{size}" for cache in ("paged", "cached") for size in (1, 3, 4, 16)]
+CACHES = ("paged", "cached", "swapping", "cached_swapping")
+PAGED = [f"{cache}-{size}" for cache in CACHES for size in (1, 3, 4, 16)]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [*PAGED, *POLICIES, *(f"{policy} static" for policy in POLICIES)])
 def test_at_every_length_on_simulated_rows(kind: str, mode: str) -> None:  # nano-vllm PR#211, vllm#16832
-    """What is resumed begins at row 0, with a prefix cache behind the full blocks it had."""
+    """What is resumed begins at row 0, with a prefix cache behind the full blocks it had, swapped where it was."""
     policy, _, static = kind.partition(" ")
     size = int(kind.split("-")[1]) if kind in PAGED else 4
     edge = 3 * size + 1
@@ -66,9 +68,28 @@ def test_at_every_length_on_simulated_rows(kind: str, mode: str) -> None:  # nan
         assert_preempted_at(run, length)
         assert [one.output_token_ids for one in run.requests] == [answer(one) for one in requests]
         resumed = next(piece for batch in batches for piece in batch if (piece.id, piece.stay) == (LATEST, 1))
-        assert resumed.start == (length // size * size if kind.startswith("cached") else 0)
+        swaps = "swapping" in kind
+        assert resumed.start == (length if swaps else length // size * size if kind.startswith("cached") else 0)
+        assert [one.swaps for one in run.requests] == [0, int(swaps)]
         usage = pool.usage()
         assert (usage.filled, usage.held, usage.free) == (0, 0, pool.pool_tokens)
+
+
+@pytest.mark.parametrize("kind", [f"{cache}-4" for cache in CACHES])
+@pytest.mark.parametrize("prompt", [7, 8])
+def test_a_sample_at_every_length_from_its_fork_on(kind: str, prompt: int) -> None:
+    """The last of three samples makes room when so many of its rows are filled, the shared prompt among them. What it
+    gave up it finds in part with the others, for they hold the same prompt."""
+    for length in range(prompt, 3 * 4 + 2):
+        asked = request(0, prompt, 16, n=3)
+        pool = refused_at(make_pool(kind, 160, 40), length, asked.id + 2 * SAMPLE)
+        run, batches, _ = serve_on(pool, ClosedLoop([asked], 1), Limits(40))
+        assert [one.preemptions for one in run.requests] == [0, 0, 1]
+        assert [one.output_token_ids for one in run.requests] == [answer(asked, sample=sample) for sample in range(3)]
+        resumed = next(piece for batch in batches for piece in batch if piece.stay == 1)
+        assert resumed.start >= (length if "swapping" in kind else prompt // 4 * 4)
+        split(run)
+        assert replace(pool.usage(), cached=0) == Usage(0, 0, 160)
 
 
 NEW_TOKENS = 16

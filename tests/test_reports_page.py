@@ -126,7 +126,7 @@ RUNS: dict[str, Callable[[Path], RunFolder]] = {
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_every_run_has_a_page_and_last_words(kind: str, tmp_path: Path) -> None:
+def test_every_run_has_a_page_and_last_words(kind: str, tmp_path: Path) -> None:  # llm-d-benchmark#680
     folder = RUNS[kind](tmp_path / "run")
     text = render_report(folder)
     page = Page(text)

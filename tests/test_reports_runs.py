@@ -19,8 +19,9 @@ from kvbench.metrics.points import Context, LoadPoint
 from kvbench.metrics.records import FINISHED, REJECTED, Hold, RequestRecord, Run, StepRecord
 from kvbench.metrics.store import RunFolder
 from kvbench.metrics.summary import summarise
-from kvbench.reports.context import WARNING, checks
+from kvbench.reports.context import checks
 from kvbench.reports.groups import Results, Variant
+from kvbench.reports.sign import WARNING
 from kvbench.reports.tables import render
 from kvbench.reports.words import THIN
 
@@ -216,7 +217,7 @@ def test_prefixes_and_samples_are_columns_where_the_grid_has_several(tmp_path: P
         add(folder, "paged", 5, 0, serve("paged", 5, 20, 0.1), cell=f"p{prefix}n{samples}", **columns)
     results = Results.of(folder)
     assert results.varied == ("prefix_tokens", "samples")
-    assert results.middle_told == "4 tokens in, 4 tokens out, no prefix and 4 samples"
+    assert results.middle_told == "4 tokens in, 4 tokens out, a shared prefix of 80 tokens and 4 samples"
     lines = render(results, "markdown").splitlines()
     assert lines[2].startswith("| users | prefix tokens | samples | requests |")
     assert [line.split("|")[1:4] for line in lines[4:8]] == [

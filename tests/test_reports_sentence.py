@@ -13,7 +13,7 @@ from test_reports_runs import add, both, make, refused, serve
 from kvbench.metrics.store import RunFolder
 from kvbench.reports.groups import Results
 from kvbench.reports.sentence import Finding, find
-from kvbench.reports.words import THIN, binary_size, count, listing, number, percent, ratio_decimals, times
+from kvbench.reports.words import THIN, binary_size, count, listing, number, percent, ratio_decimals, ratio_end, times
 
 
 def finding(folder: RunFolder) -> Finding:
@@ -288,7 +288,7 @@ def test_the_headline_names_a_prefix_where_the_grid_has_several(tmp_path: Path) 
     for prefix, backend, repeat in product((0, 80), ("contiguous", "paged"), range(2)):
         run = serve(backend, 1, 20, 0.1 / (1.2 if backend == "paged" else 1))
         add(folder, backend, 1, repeat, run, prefix_tokens=prefix, cell=f"{backend}-{prefix}-{repeat}")
-    assert finding(folder).headline.endswith("at 1 user, with 4 tokens in, 4 tokens out and no prefix.")
+    assert finding(folder).headline.endswith("with 4 tokens in, 4 tokens out and a shared prefix of 80 tokens.")
 
 
 def test_rates_in_place_of_users(tmp_path: Path) -> None:
@@ -405,3 +405,12 @@ def test_several_samples_run_at_once(tmp_path: Path) -> None:
     folder = make(tmp_path / "run")
     add(folder, "paged", 5, 0, serve("paged", 5, 20, 0.1), samples=4)
     assert "paged ran 5 samples at once" in finding(folder).fixed
+
+
+def test_an_interval_without_a_useful_end_says_so() -> None:
+    assert [ratio_end(end) for end in (None, 0.5, 999.994, 1000.1, 1e77)] == [
+        "–",
+        "0.50",
+        "999.99",
+        *["over 1,000"] * 2,
+    ]

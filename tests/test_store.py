@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvbench.errors import KvbenchError
-from kvbench.metrics.records import Hold, RequestRecord, Run, StepRecord
+from kvbench.metrics.records import Hold, RequestRecord, Run, SampleRecord, StepRecord
 from kvbench.metrics.store import LEADING_COLUMNS, SCHEMA_VERSION, RunFolder, latest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -323,3 +323,71 @@ def test_a_start_that_was_killed_is_no_run_and_in_nobodys_way(tmp_path: Path) ->
     RunFolder.create(tmp_path / "run", {}).close()
     with pytest.raises(KvbenchError, match="it holds a run, which --resume goes on with; choose another --output"):
         RunFolder.create(tmp_path / "run", {})
+
+
+def test_a_run_against_a_server_comes_back_with_nulls_for_what_nobody_knows(tmp_path: Path) -> None:
+    """Its samples are its steps."""
+    import pyarrow.parquet as pq
+
+    request = RequestRecord(
+        request=0,
+        scheduled_s=0.0,
+        sent_s=0.1,
+        input_tokens=4,
+        max_tokens=2,
+        first_s=0.2,
+        last_s=0.2,
+        token_s=[0.2, 0.2],
+        output_tokens=2,
+        status="finished",
+        asked_tokens=3,
+        told_tokens=2,
+        chunks=1,
+        empty_chunks=0,
+    )
+    samples = [SampleRecord(0, 0.0, 0.1, running=1, kv_cache_usage=THIRD), SampleRecord(1, 0.5, 0.6, preemptions=2)]
+    run = Run([request], [], [], None, 0.7, None, 7, None, samples)
+    folder = RunFolder.create(tmp_path / "run", {})
+    folder.write_cell("server", {"preemptions": None}, run)
+    assert folder.run("server") == run
+    requests, steps = (
+        pq.read_table(folder.path / "cells" / "server" / f"{name}.parquet") for name in ("requests", "steps")
+    )
+    unknown = ("cached_tokens", "preemptions", "swaps")
+    assert [requests[name].to_pylist() for name in unknown] == [[None]] * 3
+    known = {"step", "start_s", "end_s", "running", "preemptions", "kv_cache_usage"}
+    assert {name for name in steps.column_names if steps[name].null_count < len(steps)} == known
+    assert {"used_tokens", "reserved_tokens", "internal_tokens", "rounding_tokens", "free_tokens"} <= set(
+        steps.column_names
+    )
+    assert folder.rows()[0] == {"cell": "server", "preemptions": None, "end_s": 0.7, "server_input_tokens": 7}
+
+
+def holding(folder: Path, pid: int, seconds: float) -> subprocess.Popen[bytes]:
+    """A process that holds the lock of a writer with that number, as one does that a killed writer had just started."""
+    code = (
+        "import fcntl, os, platform, sys, time\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "file.write(f'process {sys.argv[2]} on {platform.node()}'); file.flush()\n"
+        "print('held', flush=True); time.sleep(float(sys.argv[3]))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder / ".lock"), str(pid), str(seconds)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"held\n"
+    return process
+
+
+def test_a_killed_writers_lock_is_waited_for_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    folder.close()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with holding(folder.path, gone.pid, 0.5):
+        RunFolder.resume(folder.path).close()
+    with (
+        holding(folder.path, os.getpid(), 0.5),
+        pytest.raises(KvbenchError, match=f"process {os.getpid()} on .* is writing"),
+    ):
+        RunFolder.resume(folder.path)

@@ -397,7 +397,7 @@ def test_a_cell_returns_its_memory_before_the_next_begins(broken: bool, monkeypa
     assert [row["status"] for row in folder.rows()].count("failed") == (2 if broken else 0)
 
 
-def test_when_every_request_is_rejected_the_run_ends_with_1_and_a_report() -> None:
+def test_when_every_request_is_rejected_the_run_ends_with_1_and_a_report() -> None:  # pytorch#172616
     folder = sweep(*QUICK, "--max-model-len", "10", code=1)
     assert {row["status"] for row in folder.rows()} == {"rejected"}
     assert all("max_model_len 10" in row["reason"] and row["ttft_p50_s"] is None for row in folder.rows())

@@ -96,7 +96,7 @@ def _name(variant: Variant, load: LoadPoint, context: Context, repeat: int) -> s
 
 def parse_ints(text: str, flag: str, *, least: int = 1) -> list[int]:
     """`1,8,64`, `1-64*2` (1, 2, 4 … 64) or `64-256+64` (64, 128 … 256), mixed at will; `flag` is named in errors."""
-    values = _parse(text, flag, Decimal(least) if least < 1 else _LEAST)
+    values = _parse(text, flag, Decimal(least))
     for value in values:
         if value != int(value):
             raise KvbenchError(f"{flag} takes whole numbers, not {value}")

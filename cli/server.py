@@ -1,0 +1,50 @@
+"""The server of `--target`: found, tried with a first request, and described, before anything else is spent on it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kvbench.cli.config import SweepConfig
+from kvbench.engine.types import Request
+from kvbench.errors import KvbenchError
+
+if TYPE_CHECKING:
+    from kvbench.engine.weights import Source
+    from kvbench.workloads.endpoint import Decode, Endpoint
+
+
+def reach(config: SweepConfig, source: Source, tokenizer: Any, first: Request) -> Endpoint | None:
+    """The server, which has answered the beginning of `first`; None where none is asked for."""
+    from kvbench.workloads.connect import connect
+
+    if config.target is None:
+        return None
+    decode = _decoder(source, tokenizer)
+    if config.endpoint_type == "chat" and decode is None:
+        raise KvbenchError(f"a chat goes as text, and {source.name} has no tokenizer here; give --model a folder")
+    return connect(config.target, config.endpoint_type, first, model=config.served_model, decode=decode)
+
+
+def _decoder(source: Source, tokenizer: Any) -> Decode | None:
+    """From token ids to text, by the model's tokenizer, loaded when first needed; None for a bare shape."""
+    from kvbench.engine.weights import load_tokenizer
+
+    if tokenizer is None and source.folder is None:
+        return None
+    loaded = cache(lambda: tokenizer or load_tokenizer(source))
+
+    def decode(ids: tuple[int, ...]) -> str:
+        if (known := loaded()) is None:
+            raise KvbenchError(f"{source.name} has no tokenizer to turn its prompts into text; add its files to it")
+        return str(known.decode(list(ids), skip_special_tokens=True))
+
+    return decode
+
+
+def described(endpoint: Endpoint) -> str:
+    """`http://127.0.0.1:8000 serves smollm2 by completions (vllm 0.32.0); prompts as token ids, usage asked for`."""
+    made = " ".join(filter(None, (endpoint.software, endpoint.version)))
+    counters = "" if endpoint.counts else "; it has no counters that are known here"
+    serves = f"{endpoint.url} serves {endpoint.model} by {endpoint.kind}{f' ({made})' if made else ''}"
+    return f"{serves}; {endpoint.way}{counters}"

@@ -1,0 +1,110 @@
+"""`--find-max-rate` and `--find-max-concurrency` from the command line: cells, answer, words, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_help import one_line, run
+from test_sweep import TINY, sweep
+
+import kvbench.cli.measure as measuring
+from kvbench.cli.conduct import INTERRUPTED
+from kvbench.reports.searches import searches
+
+FLAGS = (*TINY, "--num-warmups", "0", "--slo", "ttft:500")
+LIMITS = {"contiguous": 5.0, "paged": 9.0}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The cells that are asked for; nothing runs, and what is beyond LIMITS does not meet the SLOs."""
+    cells: list[Any] = []
+
+    def measured(job: Any, cell: Any, watch: object = None) -> tuple[dict[str, object], None]:
+        cells.append(cell)
+        met = cell.load.size <= LIMITS[cell.variant.backend]
+        row = measuring._leading(job, cell, "ok", "")
+        return row | {"slo_met": met, "attainment": 1.0 if met else 0.5, "output_tokens_per_s": 9.0}, None
+
+    monkeypatch.setattr(measuring, "measure", measured)
+    return cells
+
+
+def test_the_largest_number_of_users(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sweep(*FLAGS, "--find-max-concurrency", "--seed", "40")
+    shown = capsys.readouterr()
+    found = {one["backend"]: one for one in folder.manifest["search"]}
+    assert {name: one["answer"] for name, one in found.items()} == LIMITS
+    assert all(one["of"] == "concurrency" and one["low"] <= one["answer"] + 1 for one in found.values())
+    assert len(folder.rows()) == len(folder.manifest["cells"]) == len(asked) == sum(o["runs"] for o in found.values())
+    assert len({row["cell"] for row in folder.rows()}) == len(asked)
+    of_paged = [cell for cell in asked if cell.variant.backend == "paged"]
+    assert [cell.seed for cell in of_paged] == list(range(40, 40 + len(of_paged)))
+    again = [cell.repeat for cell in of_paged if cell.load.concurrency == 9]
+    assert again == list(range(len(again))) and len(again) >= 5
+    assert "a search from 16 on, of 40 runs at most for each of 2 variants" in shown.err
+    last = " ".join(shown.out.split())
+    assert "Contiguous max meets ttft:0.5s up to 5 users (95 % interval of the limit" in last
+    assert "Paged meets ttft:0.5s up to 9 users" in last and "5 of 5 fresh seeds passed there" in last
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_largest_rate_from_where_it_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sweep(*FLAGS, "--backend", "paged", "--find-max-rate", "--request-rate", "2", "--arrivals", "constant")
+    (found,) = folder.manifest["search"]
+    assert found["of"] == "request_rate" and 8.0 < found["answer"] <= 9 <= found["high"] * 1.01
+    assert folder.manifest["cells"][0]["request_rate"] == 2
+    assert f"Paged meets ttft:0.5s up to {found['answer']:g} requests/s" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ctrl_c_keeps_what_was_asked(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = measuring.measure
+
+    def interrupted(*args: Any) -> Any:
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return inner(*args)
+
+    monkeypatch.setattr(measuring, "measure", interrupted)
+    folder = sweep(*FLAGS, "--find-max-rate", code=INTERRUPTED)
+    assert len(folder.rows()) == len(folder.manifest["cells"]) == 3
+    assert folder.manifest["search"] == [] and folder.manifest["interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--find-max-rate", "--find-max-concurrency"), "are two searches; run one of them"),
+        (("--find-max-rate", "--concurrency", "4"), "begins at one load; give it as --request-rate N"),
+        (("--find-max-concurrency", "--concurrency", "4,8"), "begins at one load; give it as --concurrency N"),
+        (("--find-max-rate", "--repeats", "3"), "drop --repeats and --until-ci"),
+        (("--find-max-rate", "--until-ci", "5%"), "drop --repeats and --until-ci"),
+        (("--find-max-rate", "--resume"), "a search cannot be resumed"),
+    ],
+)
+def test_what_makes_no_search(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "sweep", *TINY, *flags)
+    assert code == 2 and message in one_line(err)
+
+
+def test_every_outcome_has_its_words() -> None:
+    one = {"backend": "paged", "of": "request_rate", "retests": 5, "runs": 40, "warnings": [], "low": 2.0, "high": 2.5}
+    none = one | {"answer": None, "retests_passed": 2, "why": "its answer did not pass again"}
+    edge = one | {"answer": 9.0, "low": None, "high": None, "retests_passed": 0, "why": "the largest passes"}
+    odd = one | {"answer": 2.0, "retests_passed": 4, "why": "the interval is narrow", "warnings": ["not monotone"]}
+    said = searches({"slos": ["ttft:1.5s", "tpot:0.05s"], "search": [none, edge, odd]})
+    assert said == [
+        "Paged: no load is known to meet ttft:1.5s and tpot:0.05s: its answer did not pass again (95 % interval of the "
+        "limit 2 to 2.5, 40 runs).",
+        "Paged meets ttft:1.5s and tpot:0.05s up to 9 requests/s, and perhaps more: the largest passes.",
+        "Paged meets ttft:1.5s and tpot:0.05s up to 2 requests/s (95 % interval of the limit 2 to 2.5, 40 runs); 4 of "
+        "5 fresh seeds passed there, the interval is narrow. Not monotone.",
+    ]
+    assert searches({}) == []

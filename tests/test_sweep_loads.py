@@ -142,8 +142,8 @@ def test_two_equal_cells_ask_the_same_and_find_nothing_of_each_other() -> None: 
     assert hits[0] == hits[1] and hits[0][:2] == [0, 0] and max(hits[0]) == 32
 
 
-@pytest.mark.parametrize("length", ["1", "2", "8192"])  # vllm#24591
-def test_lengths_are_exact_from_the_command_line(length: str) -> None:
+@pytest.mark.parametrize("length", ["1", "2", "8192"])
+def test_lengths_are_exact_from_the_command_line(length: str) -> None:  # vllm#24591
     folder = sweep("--input-len", length, "--output-len", "2", "--concurrency", "1", "--num-prompts", "1",
                    "--backend", "paged", "--max-num-batched-tokens", "8192")  # fmt: skip
     (record,) = requests(folder)["paged"]

@@ -49,9 +49,9 @@ def test_ten_thousand_lengths_follow_their_distribution(word: str) -> None:
     assert found.draw(30, stream(7, "x"))[:9] == found.draw(9, stream(7, "x"))
 
 
-@pytest.mark.parametrize("mean", [1, 2, 8192])  # vllm#24591
+@pytest.mark.parametrize("mean", [1, 2, 8192])
 @pytest.mark.parametrize("word", [None, "fixed", "FIXED"])
-def test_a_fixed_length_is_exact(word: str | None, mean: int) -> None:
+def test_a_fixed_length_is_exact(word: str | None, mean: int) -> None:  # vllm#24591
     found = distribution(word, mean, "--output-dist")
     assert (found.shortest, found.longest, found.average) == (mean, mean, mean)
     assert found.draw(5, stream(0, "lengths")) == [mean] * 5

@@ -81,8 +81,8 @@ def test_a_table_for_people_and_rows_for_programs(capsys: pytest.CaptureFixture[
         assert row["input_longest_tokens"] <= row["input_dist_longest_tokens"] == 926
 
 
-@pytest.mark.parametrize("length", ["1", "2", "8192"])  # vllm#24591
-def test_lengths_are_exact(capsys: pytest.CaptureFixture[str], length: str) -> None:
+@pytest.mark.parametrize("length", ["1", "2", "8192"])
+def test_lengths_are_exact(capsys: pytest.CaptureFixture[str], length: str) -> None:  # vllm#24591
     (row,) = rows(capsys, "--input-len", length, "--output-len", length, "--concurrency", "1")
     assert row["input_mean_tokens"] == row["input_longest_tokens"] == row["output_p50_tokens"] == int(length)
     assert row["input_cv"] == 0 and row["rate_per_s"] is None

@@ -22,6 +22,7 @@ from kvbench.errors import KvbenchError
 
 COMMANDS = {
     "sweep": "Measure both KV-cache layouts over a grid of concurrency and context length.",
+    "workloads": "Show what a load is in numbers, before any of it is asked: `workloads show`.",
     "report": "Render a stored run again: tables, sentence and one self-contained HTML page.",
     "compare": "Hold two runs, or the variants of one, against each other: effect, interval, verdict.",
 }

@@ -36,12 +36,13 @@ def compare(
 
     Cells are paired by point and seed. One metric is judged alone, the others are corrected for their number.
     """
-    from kvbench.cli.config import FORMATS, choice
+    from kvbench.cli.config import FORMATS
     from kvbench.errors import KvbenchError
     from kvbench.metrics.store import RunFolder
     from kvbench.reports.comparison import compare_folders, compare_variants, find_metric
     from kvbench.reports.comparison_tables import conclusion, note_on_level, render
     from kvbench.reports.groups import Results
+    from kvbench.workloads.options import choice
 
     output_format = choice(output_format, FORMATS, "--format")
     primary = find_metric(metric)

@@ -35,6 +35,7 @@ from kvbench.engine.environment import cpu_in_use, find_device, unusable_gpu, ve
 from kvbench.errors import KvbenchError
 from kvbench.metrics.precision import FEWEST_REPEATS
 from kvbench.metrics.store import RunFolder, refuse_used
+from kvbench.workloads.arrivals import TRACE
 from kvbench.workloads.client import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -233,9 +234,21 @@ def _cores(job: Job) -> str:
 def _loads(job: Job) -> str:
     loads = dict.fromkeys(cell.load for cell in job.cells)
     numbers = ", ".join(load.number for load in loads)
-    if any(load.request_rate is not None for load in loads):
-        return f"{numbers} requests/s, {job.config.arrivals or 'poisson'}"
+    if any(load.concurrency is None for load in loads):
+        return _open_loads(job, numbers)
     return f"{numbers} user{'s' * (numbers != '1')} at once"
+
+
+def _open_loads(job: Job, numbers: str) -> str:
+    """`2 requests/s, poisson, at most 8 in flight`; `as recorded, 10 times as fast`."""
+    config = job.config
+    if config.process.kind != TRACE:
+        said = f"{numbers} requests/s, {config.arrivals or 'poisson'}"
+    elif any(cell.load.request_rate for cell in job.cells):
+        said = f"{numbers} requests/s, as the trace had them"
+    else:
+        said = "as recorded" + (f", {config.trace_scale:g} times as fast" if config.trace_scale else "")
+    return said + (f", at most {config.max_concurrency} in flight" if config.max_concurrency else "")
 
 
 def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import re
@@ -12,18 +11,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvbench.cli.load_config import LoadConfig
 from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Context, LoadPoint, Variant
 from kvbench.metrics.precision import FEWEST_REPEATS
 from kvbench.metrics.slo import DEFAULT_SLOS, Slo, parse_slos
 from kvbench.workloads.endpoint import PATHS, base_url
-from kvbench.workloads.grid import parse_floats, parse_ints
+from kvbench.workloads.options import LARGEST, choice
 
-LARGEST = 10**9
-"""Beyond this a number is a slip of the finger, and would only fail later and less clearly."""
 MOST_REPEATS = 1000
-
-DATASETS = ("random", "support", "jsonl")
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("table", "markdown", "csv", "json")
 
@@ -44,6 +40,8 @@ FLAGS = {
     "request_timeout_s": "--request-timeout",
     "served_model": "--served-model-name",
     "cell_timeout_s": "--cell-timeout",
+    "think_s": "--think-time",
+    "duration_s": "--duration",
 }
 """The flags of fields whose names are not theirs."""
 
@@ -60,16 +58,12 @@ for _power, _letter in enumerate("kmgt", 1):
 
 _SWITCH: Mapping[str, object] = {"off": False, "on": True}
 
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
-
-@dataclass(frozen=True, slots=True)
-class SweepConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepConfig(LoadConfig):
     """The flags of `kvbench sweep`. None: not told; the sweep chooses and says why."""
 
     variants: tuple[Variant, ...]
-    loads: tuple[LoadPoint, ...] | None
-    contexts: tuple[Context, ...] | None
     model: str | None = None
     weights: str = "auto"
     dtype: str | None = None
@@ -84,17 +78,10 @@ class SweepConfig:
     max_sequences: int = 256
     max_tokens: int | None = None
     overflow: str = "reject"
-    arrivals: str | None = None
-    burstiness: float | None = None
-    range_ratio: float | None = None
-    dataset: str = "random"
-    dataset_path: Path | None = None
-    prompts: int | None = None
     warmups: int = 4
     repeats: int | None = None
     until_ci: float | None = None
     find: str | None = None
-    seed: int = 0
     slos: tuple[Slo, ...] = DEFAULT_SLOS
     temperature: float = 0.0
     top_p: float = 1.0
@@ -110,13 +97,13 @@ class SweepConfig:
     served_model: str | None = None
 
     def __post_init__(self) -> None:
+        LoadConfig.__post_init__(self)
         whole: tuple[tuple[str, int | None], ...] = (
             ("--max-model-len", self.max_model_len),
             ("--block-size", self.block_size),
             ("--max-num-batched-tokens", self.max_batched_tokens),
             ("--max-num-seqs", self.max_sequences),
             ("--max-tokens", self.max_tokens),
-            ("--num-prompts", self.prompts),
             ("--repeats", self.repeats),
         )
         for flag, count in whole:
@@ -124,7 +111,6 @@ class SweepConfig:
                 raise KvbenchError(f"{flag} must be at least 1 and at most {LARGEST:,}, not {count}")
         for flag, least, value in (
             ("--num-warmups", 0, self.warmups),
-            ("--seed", 0, self.seed),
             ("--temperature", 0, self.temperature),
             ("--price", 0, self.price_usd_per_hour),
         ):
@@ -138,12 +124,8 @@ class SweepConfig:
             raise KvbenchError(f"--top-p must be above 0 and at most 1, not {self.top_p}")
         if not 0.01 <= self.repetition_penalty <= 100:
             raise KvbenchError(f"--repetition-penalty must be from 0.01 to 100, not {self.repetition_penalty}")
-        if self.range_ratio is not None and not 0 <= self.range_ratio < 1:
-            raise KvbenchError(f"--range-ratio must be at least 0 and below 1, not {self.range_ratio}")
-        self._check_dataset()
         self._check_variants()
         self._check_samples()
-        self._check_arrivals()
         self._check_target()
         if self.repeats is not None and self.repeats > MOST_REPEATS:
             raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
@@ -191,29 +173,6 @@ class SweepConfig:
                     f"lower --n or raise {flag} to {most}"
                 )
 
-    def _check_dataset(self) -> None:
-        if (self.dataset == "jsonl") != (self.dataset_path is not None):
-            raise KvbenchError("--dataset jsonl and --dataset-path FILE go together; give both or neither")
-        contexts = self.contexts or ()
-        if self.dataset != "random" and any(context.prefix_tokens for context in contexts):
-            raise KvbenchError(f"--dataset {self.dataset} has prompts of its own; --prefix-len is for --dataset random")
-        lengths = any(context.input_tokens or context.output_tokens for context in contexts)
-        if self.dataset == "support" and (lengths or self.range_ratio is not None):
-            raise KvbenchError(
-                "--dataset support has lengths of its own; drop --input-len, --output-len, --range-ratio"
-            )
-        if self.dataset == "jsonl" and (self.range_ratio or any(context.input_tokens for context in contexts)):
-            raise KvbenchError("--dataset jsonl has prompts of its own; drop --input-len and --range-ratio")
-
-    def _check_arrivals(self) -> None:
-        if self.burstiness is not None and not 0 < self.burstiness <= LARGEST:
-            raise KvbenchError(f"--burstiness must be above 0 and at most {LARGEST:,}, not {self.burstiness}")
-        if any(load.request_rate for load in self.loads or ()):
-            if self.burstiness is not None and self.arrivals != "gamma":
-                raise KvbenchError("--burstiness shapes gamma arrivals; add --arrivals gamma")
-        elif self.arrivals is not None or self.burstiness is not None:
-            raise KvbenchError("--arrivals and --burstiness belong to an open loop; add --request-rate")
-
     def _check_target(self) -> None:
         if self.endpoint_type not in PATHS:
             raise KvbenchError(f"--endpoint-type must be one of {', '.join(PATHS)}, not {self.endpoint_type!r}")
@@ -253,17 +212,6 @@ def flag(field: str) -> str:
     return FLAGS.get(field, f"--{field.replace('_', '-')}")
 
 
-def choice(value: str, allowed: Iterable[str], flag: str) -> str:
-    """`value` if it is one of `allowed`, in any case; else KvbenchError with the nearest."""
-    names = list(allowed)
-    value = value.strip()
-    if value.lower() in names:
-        return value.lower()
-    near = difflib.get_close_matches(value.lower(), names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise KvbenchError(f"{flag} {value!r} is not one of {', '.join(names)}{hint}")
-
-
 def parse_dtype(value: str | None) -> str | None:
     """`auto`, a torch name or its short form; None for auto."""
     short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
@@ -281,19 +229,6 @@ def parse_bytes(text: str, flag: str) -> int:
     if not 1 <= size < 2**60:
         raise KvbenchError(f"{flag} must be a size above 0, not {text!r}")
     return int(size)
-
-
-def parse_seconds(text: str | None, flag: str) -> float | None:
-    """`500ms`, `30s`, `1.5m`, `2h` in seconds; None where nothing was told."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
-    if found is None or found[2].lower() not in _SECONDS:
-        raise KvbenchError(f"{flag} cannot read {text!r}; write a time with its unit, such as 500ms, 30s, 5m or 2h")
-    seconds = float(found[1]) * _SECONDS[found[2].lower()]
-    if not 0 < seconds < math.inf:
-        raise KvbenchError(f"{flag} must be a time above 0, not {text!r}")
-    return seconds
 
 
 def parse_search(
@@ -363,32 +298,6 @@ def parse_caching(words: str | None, enable: bool | None) -> str | None:
             f"--{'' if enable else 'no-'}enable-prefix-caching says {alias}, --prefix-caching {words}; give one of them"
         )
     return alias
-
-
-def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[LoadPoint, ...] | None:
-    """`--concurrency` or `--request-rate` as points of the grid; None where neither is given."""
-    if concurrency is not None and request_rate is not None:
-        raise KvbenchError("--concurrency and --request-rate are two different loads; give one of them")
-    if request_rate is not None:
-        return tuple(LoadPoint(request_rate=rate) for rate in parse_floats(request_rate, "--request-rate"))
-    if concurrency is not None:
-        return tuple(LoadPoint(concurrency=users) for users in parse_ints(concurrency, "--concurrency"))
-    return None
-
-
-def parse_contexts(
-    inputs: str | None, outputs: str | None, prefixes: str | None = None, samples: str | None = None
-) -> tuple[Context, ...] | None:
-    """Every input length with every output length, prefix and number of samples; None where nothing is given."""
-    if (inputs, outputs, prefixes, samples) == (None,) * 4:
-        return None
-    axes: tuple[list[Any], ...] = (
-        [None] if inputs is None else parse_ints(inputs, "--input-len"),
-        [None] if outputs is None else parse_ints(outputs, "--output-len"),
-        [0] if prefixes is None else parse_ints(prefixes, "--prefix-len", least=0),
-        [1] if samples is None else parse_ints(samples, "--n"),
-    )
-    return tuple(Context(*point) for point in itertools.product(*map(dict.fromkeys, axes)))
 
 
 def parse_salts(text: str | None) -> tuple[str, ...]:

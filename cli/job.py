@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvbench.cli.asking import CPU_LOADS, GPU_LOADS, NEEDS_TEXT, Asking, fill_contexts, make_asking
 from kvbench.cli.config import SweepConfig
 from kvbench.cli.server import reach
 from kvbench.cli.stack import SERVER, CacheConfig, Stack
@@ -16,23 +16,16 @@ from kvbench.engine.types import Request, Sampling
 from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Context, LoadPoint
 from kvbench.metrics.precision import REPEATS_CAP
-from kvbench.workloads.arrivals import schedule
-from kvbench.workloads.datasets import Dataset, RandomTokens
+from kvbench.workloads.datasets import Dataset
 from kvbench.workloads.grid import Cell, cells
-from kvbench.workloads.jsonl import Jsonl
-from kvbench.workloads.lengths import Lengths
-from kvbench.workloads.load import ClosedLoop, OpenLoop, check_clients, declared_tokens, draw_requests
-from kvbench.workloads.support import Support
+from kvbench.workloads.load import ClosedLoop, OpenLoop, declared_tokens, draw_requests
+from kvbench.workloads.traces import TRACES
 
 if TYPE_CHECKING:
     from kvbench.engine.environment import Device
     from kvbench.engine.model import BoundModel
     from kvbench.engine.weights import Source
 
-CPU_LOADS = (LoadPoint(concurrency=4), LoadPoint(concurrency=16))
-CPU_CONTEXT = Context(64, 40)
-GPU_LOADS = tuple(LoadPoint(concurrency=users) for users in (1, 8, 64, 256))
-GPU_CONTEXT = Context(1024, 256)
 REPEATS = 6
 FEWEST_REPEATS = 2
 PATIENCE_S = 155.0
@@ -43,20 +36,16 @@ SWAP_BYTES, SWAP_SHARE = 4 * 2**30, 0.25
 """Without a word from the user rows are swapped to so much host memory, but to no more than this share of what is
 available."""
 
-RANGE_RATIO = 0.8
-"""Without a word from the user, prompts and answers spread as widely as real ones do: 20 % to 180 % of their mean."""
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A sweep that can start. `datasets` are those of the grid's contexts, whatever their samples; `choices` says, a
-    line each, what was chosen and why."""
+    """A sweep that can start. `choices` says, a line each, what was chosen and why."""
 
     config: SweepConfig
     device: Device
     source: Source
     stack: Stack
-    datasets: dict[Context, Dataset]
+    asking: Asking
     cells: list[Cell]
     stop_ids: frozenset[int]
     ignore_eos: bool
@@ -65,16 +54,17 @@ class Job:
     _latest: dict[object, list[Request]] = field(default_factory=dict, repr=False, compare=False)
 
     def prompts(self, cell: Cell) -> int:
-        """How many requests the cell asks."""
-        return self.config.prompts or default_prompts(cell, self.device.kind)
+        """How many requests the cell asks, each turn one."""
+        return self.asking.prompts(cell.load, cell.context, cell.seed)
 
     def check(self, cell: Cell) -> None:
-        """KvbenchError where the cell could not mean anything. Draws no prompt."""
-        config = self.config
-        declared_tokens(self.datasets[cell.context.single], config.max_tokens, ignore_eos=self.ignore_eos)
-        if cell.load.concurrency is not None:
-            check_clients(self.prompts(cell), cell.load.concurrency)
-        self._arrivals(cell)
+        """KvbenchError where the cell could not mean anything."""
+        declared_tokens(self.datasets[cell.context.single], self.config.max_tokens, ignore_eos=self.ignore_eos)
+        self.asking.check(cell.load, cell.context, cell.seed)
+
+    @property
+    def datasets(self) -> dict[Context, Dataset]:
+        return self.asking.datasets
 
     def requests(self, cell: Cell) -> list[Request]:
         """What the cell asks, the same for every variant of a repeat: they follow each other, so the latest requests
@@ -87,21 +77,15 @@ class Job:
                 self.prompts(cell),
                 cell.seed,
                 max_tokens=config.max_tokens,
-                arrivals=self._arrivals(cell),
+                arrivals=self.asking.arrivals(cell.load, cell.context, cell.seed),
                 sampling=Sampling(config.temperature, config.top_p, config.repetition_penalty),
                 ignore_eos=self.ignore_eos,
                 stop_ids=self.stop_ids,
                 cache_salts=config.cache_salts,
                 samples=cell.context.samples,
+                think_s=config.think_s,
             )
         return self._latest[key]
-
-    def _arrivals(self, cell: Cell) -> list[float] | None:
-        """When the requests of an open loop come; None for a closed one."""
-        config, rate = self.config, cell.load.request_rate
-        if rate is None:
-            return None
-        return schedule(config.arrivals or "poisson", self.prompts(cell), rate, cell.seed, config.burstiness or 1.0)
 
     @property
     def repeats(self) -> int:
@@ -116,15 +100,7 @@ class Job:
 
     def load(self, cell: Cell) -> ClosedLoop | OpenLoop:
         requests, users = self.requests(cell), cell.load.concurrency
-        return OpenLoop(requests) if users is None else ClosedLoop(requests, users)
-
-
-def default_prompts(cell: Cell, device: str) -> int:
-    """Three rounds of every client on a CPU, eight on a GPU; half a minute of an open loop."""
-    if cell.load.concurrency is not None:
-        return cell.load.concurrency * (3 if device == "cpu" else 8)
-    assert cell.load.request_rate is not None
-    return max(16, round(cell.load.request_rate * 30))
+        return OpenLoop(requests, self.config.max_concurrency) if users is None else ClosedLoop(requests, users)
 
 
 def prepare(config: SweepConfig) -> Job:
@@ -143,15 +119,14 @@ def prepare(config: SweepConfig) -> Job:
     if local:
         check_family(hf_config)
         kv_shape(hf_config)
-    tokenizer = load_tokenizer(source) if config.dataset != "random" else None
+    tokenizer = load_tokenizer(source) if config.dataset in NEEDS_TEXT else None
     loads = config.loads or _default_loads(device, choices)
-    contexts = _contexts(config, device)
-    datasets = _datasets(config, contexts, hf_config, tokenizer, choices)
-    max_model_len = config.max_model_len or _longest(config, datasets, source, hf_config, choices)
+    asking = make_asking(config, device.kind, tokenizer, int(hf_config.vocab_size), _special_ids(hf_config), choices)
+    max_model_len = config.max_model_len or _longest(config, asking.datasets, source, hf_config, choices)
     repeats = config.repeats or (1 if config.find else REPEATS_CAP if config.until_ci else REPEATS)
-    plan = cells(config.variants, loads, contexts, repeats, config.seed)
+    plan = cells(config.variants, loads, fill_contexts(config, device.kind), repeats, config.seed)
     ignore_eos = config.dataset != "jsonl" if config.ignore_eos is None else config.ignore_eos
-    endpoint = reach(config, source, tokenizer, _first(config, datasets, plan, ignore_eos))
+    endpoint = reach(config, source, tokenizer, _first(config, asking.datasets, plan, ignore_eos))
     limits = Limits(
         max_model_len,
         config.max_batched_tokens,
@@ -185,7 +160,7 @@ def prepare(config: SweepConfig) -> Job:
             config.save_tokens,
             endpoint,
         ),
-        datasets=datasets,
+        asking=asking,
         cells=plan,
         stop_ids=_stop_ids(hf_config, getattr(model, "module", None)),
         ignore_eos=ignore_eos,
@@ -306,64 +281,39 @@ def _default_loads(device: Device, choices: dict[str, str]) -> tuple[LoadPoint, 
     return loads
 
 
-def _contexts(config: SweepConfig, device: Device) -> list[Context]:
-    """Every context of the grid, with the lengths that were left open filled in."""
-    told = config.contexts or (Context(),)
-    if config.dataset == "support":
-        return list(told)
-    fallback = CPU_CONTEXT if device.kind == "cpu" else GPU_CONTEXT
-    inputs = fallback.input_tokens if config.dataset == "random" else None
-    full = [
-        replace(
-            context,
-            input_tokens=context.input_tokens or inputs,
-            output_tokens=context.output_tokens or fallback.output_tokens,
-        )
-        for context in told
-    ]
-    return list(dict.fromkeys(full))
-
-
-def _datasets(
-    config: SweepConfig, contexts: list[Context], hf_config: Any, tokenizer: Any, choices: dict[str, str]
-) -> dict[Context, Dataset]:
-    """The data set of every context of the grid; samples are answers to the same prompts."""
-    vocab = int(hf_config.vocab_size)
-    if config.dataset == "support":
-        return {Context(): Support(tokenizer, vocab)}
-    singles = dict.fromkeys(context.single for context in contexts)
-    if config.dataset == "jsonl":
-        assert isinstance(config.dataset_path, Path)
-        path = config.dataset_path
-        return {context: Jsonl(path, tokenizer, vocab, context.output_tokens or 1) for context in singles}
-    ratio = config.range_ratio
-    if ratio is None:
-        lengths = any(context.input_tokens or context.output_tokens for context in config.contexts or ())
-        ratio = 0.0 if lengths else RANGE_RATIO
-        if ratio:
-            choices["lengths"] = f"spread {1 - ratio:.0%} to {1 + ratio:.0%} of their mean, as real traffic is"
-    special = _special_ids(hf_config)
-    return {context: _random(context, ratio, vocab, special) for context in singles}
-
-
-def _random(context: Context, ratio: float, vocab: int, special: frozenset[int]) -> RandomTokens:
-    assert context.input_tokens is not None and context.output_tokens is not None
-    lengths = Lengths(context.input_tokens, ratio), Lengths(context.output_tokens, ratio)
-    return RandomTokens(*lengths, vocab, special, context.prefix_tokens)
-
-
 def _longest(
     config: SweepConfig, datasets: dict[Context, Dataset], source: Source, hf_config: Any, choices: dict[str, str]
 ) -> int:
-    longest = max(data.longest_input + (config.max_tokens or data.longest_output) for data in datasets.values())
+    longest = max(
+        data.longest_input
+        + (config.turns - 1) * max(0, (config.max_tokens or 0) - data.longest_output)  # answers before may be longer
+        + (config.max_tokens or data.longest_output)
+        for data in datasets.values()
+    )
     limit = getattr(hf_config, "max_position_embeddings", None)
-    if limit is not None and longest > limit and any(context.prefix_tokens for context in datasets):
+    if limit is not None and longest > limit:
         raise KvbenchError(
-            f"requests of up to {longest} tokens, their prefix included, are beyond the {limit} positions of "
-            f"{source.name}; lower --prefix-len, --input-len or --output-len"
+            f"requests of up to {longest:,} tokens{_with(config)} are beyond the {limit:,} positions of {source.name}; "
+            f"{_cure(config)}"
         )
     choices["max_model_len"] = "the longest request of the grid"
     return longest
+
+
+def _with(config: SweepConfig) -> str:
+    """What makes requests longer than their lengths."""
+    prefixes = any(context.prefix_tokens for context in config.contexts or ())
+    return ", their prefix included," if prefixes else ", all turns included," if config.turns > 1 else ""
+
+
+def _cure(config: SweepConfig) -> str:
+    """What makes them shorter."""
+    if config.dataset in TRACES:
+        return "cut the trace before them with --num-prompts or --duration, or say --max-model-len, which rejects them"
+    prefixes = any(context.prefix_tokens for context in config.contexts or ())
+    flags = [*(["--turns"] if config.turns > 1 else []), *(["--prefix-len"] if prefixes else []), "--input-len"]
+    clip = ", or clip them: --input-dist …:max=…" if config.input_dist or config.output_dist else ""
+    return f"lower {', '.join(flags)} or --output-len{clip}"
 
 
 def _default_pool(

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench import __version__
 from kvbench.cli.config import SweepConfig
+from kvbench.cli.load_config import parse_groups
 from kvbench.engine.environment import versions
 from kvbench.engine.footprint import peak_memory_bytes
 from kvbench.errors import KvbenchError
 from kvbench.metrics.store import RunFolder
-from kvbench.workloads.datasets import RandomTokens
+from kvbench.workloads.datasets import Dataset, RandomTokens
+from kvbench.workloads.lengths import Lengths
+from kvbench.workloads.sharegpt import ShareGpt
+from kvbench.workloads.traces import TRACES, Trace, trace_file
 
 if TYPE_CHECKING:
     from kvbench.cli.job import Job
@@ -61,12 +65,17 @@ def _effective(job: Job) -> dict[str, Any]:
                 **asdict(context),
                 "longest_input": data.longest_input,
                 "longest_output": data.longest_output,
-                "range_ratio": data.input.range_ratio if isinstance(data, RandomTokens) else None,
+                "range_ratio": _range_ratio(data),
             }
             for context, data in job.datasets.items()
         ],
         "prompts": {cell.id: job.prompts(cell) for cell in job.cells if cell.repeat == 0},
     }
+
+
+def _range_ratio(data: Dataset) -> float | None:
+    """Of uniform lengths; others are told by their flags."""
+    return data.input.range_ratio if isinstance(data, RandomTokens) and isinstance(data.input, Lengths) else None
 
 
 def model_facts(job: Job) -> dict[str, Any]:
@@ -115,9 +124,9 @@ def kv_facts(job: Job) -> dict[str, Any]:
 
 def dataset_facts(config: SweepConfig) -> dict[str, Any]:
     """The data set by name and, where it is a file, by content."""
-    path = config.dataset_path
-    if path is None:
+    if config.dataset_path is None:
         return {"name": config.dataset}
+    path = trace_file(config.dataset_path) if config.dataset in TRACES else config.dataset_path
     try:
         with path.open("rb") as file:
             return {"name": config.dataset, "sha256": file_digest(file, "sha256").hexdigest()}
@@ -130,12 +139,26 @@ def lengths(job: Job) -> str:
     parts = []
     for context, data in job.datasets.items():
         asked = f" {context.input_tokens} in / {context.output_tokens} out" if context.input_tokens else ""
-        prefix = f" after {context.prefix_tokens} that all share" if context.prefix_tokens else ""
+        prefix = f" after {context.prefix_tokens} that {_sharers(job.config)} share" if context.prefix_tokens else ""
         parts.append(f"{data.name}{asked}{prefix}, up to {data.longest_input} + {data.longest_output} tokens")
+        parts += [data.note] if isinstance(data, Trace | ShareGpt) and data.note else []
+    for way, dist in (("in", job.config.input_dist), ("out", job.config.output_dist)):
+        parts += [f"{way} {dist}"] if dist else []
+    if job.config.turns > 1:
+        thought = f", {job.config.think_s:g} s of thought between them" if job.config.think_s else ""
+        parts.append(f"conversations of {job.config.turns} turns{thought}")
     counts = sorted({cell.context.samples for cell in job.cells})
     if counts != [1]:
         parts.append(f"{', '.join(map(str, counts))} answers to each prompt")
     return "; ".join(parts)
+
+
+def _sharers(config: SweepConfig) -> str:
+    """Who has the same prefix."""
+    groups = parse_groups(config.prefix_groups)
+    if groups.count == 1:
+        return "all"
+    return f"all of one of {groups.count} groups" + (f" (Zipf {groups.alpha:g})" if groups.alpha else "")
 
 
 def _session(

@@ -18,8 +18,9 @@ from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
 from kvbench.metrics.latency import tpot_s, ttft_s
 from kvbench.metrics.points import Context, LoadPoint, Variant
+from kvbench.metrics.rate import rates
 from kvbench.metrics.records import FINISHED, REJECTED, UNFINISHED, Run
-from kvbench.metrics.summary import summarise
+from kvbench.metrics.summary import TWIN, summarise
 from kvbench.workloads.grid import Cell
 from kvbench.workloads.load import ClosedLoop
 
@@ -46,8 +47,10 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     except Exception as error:
         status, reason, run = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:500], None
     release_memory(job.stack.loaded)
-    if cell.load.request_rate is None and numbers:
-        numbers["achieved_rate_per_s"] = None  # a closed loop asks for no rate
+    if cell.load.concurrency is not None and numbers:  # a closed loop asks for no rate
+        numbers |= {name: None for name in numbers if name.removeprefix(TWIN) in rates([])}
+    if job.config.turns > 1:
+        numbers["turns_not_asked"] = load.unasked
     memory: Row = {}
     if footprint is not None:
         memory = {**_memory_bytes(job, cell.variant), **footprint.read()}  # what is held now is held without the cell
@@ -175,7 +178,7 @@ def _short(job: Job, variant: Variant) -> list[Request]:
     count = max(job.config.warmups, min(cell.load.concurrency or 16, -(-16 // cell.context.samples)))
     return [
         replace(request, scheduled_s=0.0, output_tokens=min(8, request.output_tokens or request.max_tokens))
-        for request in job.requests(cell)[:count]
+        for request in [request for request in job.requests(cell) if not request.turn][:count]
     ]
 
 
@@ -228,26 +231,36 @@ def _pace_of_answers(first: Run | None, many: Run | None) -> Pace:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the requests of a point ask, in tokens: all prompts, what every one of them begins with, and an answer to
-    each. The last is scheduled at `until_s`."""
+    """What the requests of a point ask, in tokens: all prompts, what every one of them begins with, what they repeat of
+    turns before (`history`, part of the prompts), and an answer to each. The last is scheduled at `until_s`; between
+    turns `thought_s` pass in all."""
 
     requests: int
     prompts: int
     common: int
     answers: int
     until_s: float
+    history: int = 0
+    thought_s: float = 0.0
 
     @classmethod
     def by(cls, requests: Sequence[Request]) -> Asked:
-        prompts = [request.prompt for request in requests]
+        prompts = [request.prompt for request in requests if not request.turn]
         first, last = min(prompts), max(prompts)  # what these two share, all in between share
+        history = known = 0
+        for request in requests:
+            known = known if request.turn else 0
+            history += known
+            known += len(request.prompt) + (request.output_tokens or request.max_tokens)
         pairs = zip(first, last, strict=False)
         return cls(
             len(requests),
-            sum(map(len, prompts)),
+            history + sum(len(request.prompt) for request in requests),
             sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)),
             sum(request.output_tokens or request.max_tokens for request in requests),
-            requests[-1].scheduled_s,
+            max(request.scheduled_s for request in requests),
+            history,
+            sum(request.think_s for request in requests),
         )
 
 
@@ -267,5 +280,8 @@ def _guess(job: Job, cell: Cell, pace: Pace, asked: Asked) -> float:
         fit = job.config.max_batched_tokens * asked.requests // max(1, asked.prompts)
         opening = max(1, min(-(-at_once // samples), fit), len(job.config.cache_salts))
         prompts -= asked.common // size * size * max(0, asked.requests - opening)
+        prompts = max(0, prompts - asked.history)
     busy_s = prompts * pace.prefill_s + asked.answers * samples / at_once * pace.step_s(at_once)
+    if users is not None:
+        busy_s += asked.thought_s / users
     return min(max(asked.until_s, busy_s), job.config.cell_timeout_s or math.inf)

@@ -13,9 +13,10 @@ def report(
     output_format: Annotated[str, typer.Option("--format", help="table | markdown | csv | json")] = "table",
 ) -> None:
     """Render a run again: tables on standard output and its report.html."""
-    from kvbench.cli.config import FORMATS, choice
+    from kvbench.cli.config import FORMATS
     from kvbench.cli.show import show
     from kvbench.metrics.store import RunFolder, latest
+    from kvbench.workloads.options import choice
 
     output_format = choice(output_format, FORMATS, "--format")
     folder = RunFolder.open(run or latest("runs"))

@@ -25,6 +25,7 @@ Facts = Mapping[str, Any]
 
 KEPT = (
     *("variants", "loads", "contexts", "repeats", "seed", "dataset", "dataset_path", "cache_salts"),
+    *("prefix_groups", "turns"),
     *("slos", "price_usd_per_hour", "metadata"),
     *("kv_bytes", "swap_bytes", "max_model_len", "block_size"),
 )

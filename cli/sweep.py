@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from kvbench.cli import config as flags
-from kvbench.workloads.arrivals import KINDS as ARRIVALS
+from kvbench.cli import load_flags as load
+from kvbench.cli.load_config import parse_seconds
+from kvbench.workloads.options import choice
 
 
 def sweep(
@@ -66,36 +68,26 @@ def sweep(
     request_timeout: Annotated[
         str | None, typer.Option(help="Abort a request this long after it was scheduled, as 30s.")
     ] = None,
-    concurrency: Annotated[str | None, typer.Option(help="Closed loop: users, as 1,8,64 or 1-64*2.")] = None,
-    request_rate: Annotated[str | None, typer.Option(help="Open loop: requests per second, a list too.")] = None,
-    arrivals: Annotated[str | None, typer.Option(help="poisson (default) | gamma | constant, of an open loop.")] = None,
-    burstiness: Annotated[float | None, typer.Option(help="Shape of gamma arrivals: below 1 is bursty.")] = None,
-    dataset: Annotated[str, typer.Option("--dataset", "--dataset-name", help="random | support | jsonl")] = "random",
-    dataset_path: Annotated[Path | None, typer.Option(help="File of --dataset jsonl.")] = None,
-    input_len: Annotated[
-        str | None,
-        typer.Option("--input-len", "--random-input-len", help="Prompt tokens, a list too."),
-    ] = None,
-    output_len: Annotated[
-        str | None,
-        typer.Option("--output-len", "--random-output-len", help="Answer tokens, a list too."),
-    ] = None,
-    range_ratio: Annotated[
-        float | None,
-        typer.Option("--range-ratio", "--random-range-ratio", help="Lengths vary by ± this share."),
-    ] = None,
-    prefix_len: Annotated[
-        str | None,
-        typer.Option(
-            "--prefix-len",
-            "--random-prefix-len",
-            help="Tokens with which all prompts begin, before --input-len; a list too.",
-        ),
-    ] = None,
-    n: Annotated[
-        str | None, typer.Option("--n", help="Answers drawn for each prompt, a list too; needs --temperature.")
-    ] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Requests a cell.")] = None,
+    concurrency: load.Concurrency = None,
+    request_rate: load.RequestRate = None,
+    arrivals: load.ArrivalProcess = None,
+    burstiness: load.Burstiness = None,
+    max_concurrency: load.MaxConcurrency = None,
+    duration: load.Duration = None,
+    dataset: load.Dataset = "random",
+    dataset_path: load.DatasetPath = None,
+    trace_scale: load.TraceScale = None,
+    input_len: load.InputLen = None,
+    output_len: load.OutputLen = None,
+    range_ratio: load.RangeRatio = None,
+    input_dist: load.InputDist = None,
+    output_dist: load.OutputDist = None,
+    prefix_len: load.PrefixLen = None,
+    prefix_groups: load.PrefixGroups = None,
+    turns: load.Turns = 1,
+    think_time: load.ThinkTime = None,
+    n: load.Samples = None,
+    num_prompts: load.NumPrompts = None,
     cell_timeout: Annotated[
         str | None, typer.Option(help="End a cell after this long, as 10m; its row says so.")
     ] = None,
@@ -113,7 +105,7 @@ def sweep(
     find_max_concurrency: Annotated[
         bool, typer.Option("--find-max-concurrency", help="The same for the number of users.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the first repeat.")] = 0,
+    seed: load.Seed = 0,
     slo: Annotated[list[str] | None, typer.Option(help="METRIC[:PERCENTILE]:VALUE, repeatable.")] = None,
     goodput: Annotated[str | None, typer.Option(help="Alias: ttft:1500,tpot:50 (each request).")] = None,
     target: Annotated[
@@ -142,6 +134,7 @@ def sweep(
 
     Without flags it picks a model, a grid and a budget for this machine, and says why.
     """
+    asked = load.load_fields(locals())
     from kvbench.cli.conduct import conduct
     from kvbench.cli.stack import BACKENDS, SERVER
 
@@ -153,15 +146,14 @@ def sweep(
     }
     policies = {name: known.policies for name, known in BACKENDS.items()}
     policies |= {} if target is None else {SERVER: {}}
-    asked = flags.parse_loads(concurrency, request_rate)
-    find, loads = flags.parse_search(asked, rate=find_max_rate, concurrency=find_max_concurrency)
+    begin = None if arrivals is None and not (concurrency or request_rate) else asked["loads"]
+    find, loads = flags.parse_search(begin, rate=find_max_rate, concurrency=find_max_concurrency)
     config = flags.SweepConfig(
         variants=flags.parse_variants(flags.with_server(backend, target, SERVER), told, policies),
-        loads=loads,
+        **asked | ({} if find is None else {"loads": loads}),
         find=find,
-        contexts=flags.parse_contexts(input_len, output_len, prefix_len, n),
         model=model,
-        weights=flags.choice(weights, ("auto", "random"), "--weights"),
+        weights=choice(weights, ("auto", "random"), "--weights"),
         dtype=flags.parse_dtype(dtype),
         device=flags.parse_device(device),
         kv_bytes=None if kv_memory is None else flags.parse_bytes(kv_memory, "--kv-memory"),
@@ -173,24 +165,17 @@ def sweep(
         max_batched_tokens=max_num_batched_tokens,
         max_sequences=max_num_seqs,
         max_tokens=max_tokens,
-        overflow=flags.choice(overflow, ("reject", "truncate"), "--overflow"),
-        arrivals=None if arrivals is None else flags.choice(arrivals, ARRIVALS, "--arrivals"),
-        burstiness=burstiness,
-        range_ratio=range_ratio,
-        dataset=flags.choice(dataset, flags.DATASETS, "--dataset"),
-        dataset_path=dataset_path,
-        prompts=num_prompts,
+        overflow=choice(overflow, ("reject", "truncate"), "--overflow"),
         warmups=num_warmups,
         repeats=repeats,
         until_ci=flags.parse_share(until_ci, "--until-ci"),
-        seed=seed,
         slos=flags.parse_objectives(slo or [], goodput),
         temperature=temperature,
         top_p=top_p,
         repetition_penalty=repetition_penalty,
         ignore_eos=ignore_eos,
-        request_timeout_s=flags.parse_seconds(request_timeout, "--request-timeout"),
-        cell_timeout_s=flags.parse_seconds(cell_timeout, "--cell-timeout"),
+        request_timeout_s=parse_seconds(request_timeout, "--request-timeout"),
+        cell_timeout_s=parse_seconds(cell_timeout, "--cell-timeout"),
         price_usd_per_hour=price,
         save_tokens=save_tokens,
         metadata=flags.parse_metadata(metadata or []),
@@ -198,5 +183,5 @@ def sweep(
         endpoint_type=endpoint_type.strip().lower(),
         served_model=served_model_name,
     )
-    output_format = flags.choice(output_format, flags.FORMATS, "--format")
+    output_format = choice(output_format, flags.FORMATS, "--format")
     raise typer.Exit(conduct(config, output, output_format, dry_run=dry_run, resume=resume, force=force))

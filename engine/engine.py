@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from kvbench.engine.interfaces import Allocator, Clock, Executor, Load
@@ -206,7 +207,8 @@ class Engine:
         )
 
     def take_done(self) -> list[RequestRecord]:
-        """Of each request that ended since the last call, the record of the sample that ended last."""
+        """Of each request that ended since the last call, the record of the sample that ended last. It always has the
+        answer's ids, from which a conversation goes on; what is kept of it has them only where tokens are saved."""
         done, self._done = self._done, []
         return done
 
@@ -227,7 +229,7 @@ class Engine:
             request=request.id,
             sample=sequence.sample,
             scheduled_s=request.scheduled_s,
-            sent_s=request.scheduled_s,
+            sent_s=request.scheduled_s if request.sent_s is None else request.sent_s,
             input_tokens=sequence.prompt_tokens,
             max_tokens=request.max_tokens,
             admitted_s=sequence.admitted_s,
@@ -241,10 +243,11 @@ class Engine:
             swaps=sequence.swaps,
             status=status,
             reason=reason,
+            turn=request.turn,
             prompt_token_ids=sequence.tokens[: sequence.prompt_tokens] if self._save_tokens else None,
-            output_token_ids=sequence.output if self._save_tokens else None,
+            output_token_ids=sequence.output,
         )
-        self.records.append(record)
+        self.records.append(record if self._save_tokens else replace(record, output_token_ids=None))
         return record
 
     def run(self, end_s: float) -> Run:

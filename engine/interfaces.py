@@ -134,4 +134,5 @@ class Load(Protocol):
         """When the next request is due, or None if that depends on one that is still running (or none is left)."""
 
     def on_done(self, record: RequestRecord, now_s: float) -> None:
-        """A request ended, also by failure or rejection: a closed loop's slot is free again."""
+        """A request ended, also by failure or rejection: a closed loop's slot is free again. The record has the
+        answer's ids, from which the next turn of a conversation goes on."""

@@ -60,6 +60,10 @@ class Request:
     `stop_ids`. The scheduler never reads it; an allocator reads it only under the two policies that say so (`pow2`,
     `oracle`). `scheduled_s` is when the load wants it sent, on the run's clock. Only requests of one `cache_salt` share
     cached prefixes. `n` answers are drawn, samples 0 to n - 1, each of the same length and with a seed of its own.
+
+    A later `turn` of a conversation goes on from the request of the id before it: the load puts that one's prompt and
+    real answer before its own and schedules it `think_s` after that one's end. `sent_s` is when a load that holds
+    requests back let this one go; None: at once.
     """
 
     id: int
@@ -71,6 +75,9 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
     n: int = 1
+    turn: int = 0
+    think_s: float = 0.0
+    sent_s: float | None = None
 
     def sampling_of(self, sample: int) -> Sampling:
         """How the tokens of one of the samples are chosen: each has a seed of its own."""

@@ -82,7 +82,7 @@ class LoadPoint(_Columns):
         if self.request_rate is not None:
             return f"{self.number} requests/s"
         if self.concurrency is None:
-            return "this load"
+            return "the recorded load"
         return f"{self.number} user{'s' if self.concurrency != 1 else ''}"
 
 

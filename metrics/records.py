@@ -49,6 +49,7 @@ class RequestRecord:
     swaps: int = 0
     status: str = UNFINISHED
     reason: str = ""
+    turn: int = 0
     prompt_token_ids: list[int] | None = None
     output_token_ids: list[int] | None = None
     asked_tokens: int | None = None

@@ -12,6 +12,7 @@ from kvbench.metrics.batches import rate_interval
 from kvbench.metrics.latency import latencies
 from kvbench.metrics.memory import memory_summary
 from kvbench.metrics.points import LoadPoint
+from kvbench.metrics.rate import rates
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run
 from kvbench.metrics.remote import remote_counts, remote_window
 from kvbench.metrics.slo import ATTAINMENT_TARGET, DEFAULT_SLOS, Slo
@@ -76,6 +77,7 @@ def _of_window(
         "window_requests": len(_asked(requests)),
         **_latency(requests),
         **throughput,
+        **rates(requests),
         **_within(run, window),
         **_objectives(requests, slos, window),
         **memory_summary(run, window),
@@ -120,7 +122,6 @@ def _throughput(run: Run, requests: Sequence[RequestRecord], window: Window, car
         "input_tokens_per_s": per_s(tokens_in),
         "total_tokens_per_s": per_s(tokens_in + tokens_out),
         "requests_per_s": per_s(sum(_status(samples) == FINISHED for samples in _asked(requests))),
-        "achieved_rate_per_s": _achieved_rate(requests),
     }
 
 
@@ -140,12 +141,6 @@ def _within(run: Run, window: Window) -> dict[str, Number]:
         "output_tokens_per_s_within_high": None if found is None else found.high,
         "batches": None if found is None else found.n,
     }
-
-
-def _achieved_rate(requests: Sequence[RequestRecord]) -> float | None:
-    """Requests per second as they were sent, (N - 1) / (last send - first send)."""
-    sent = [samples[0].sent_s for samples in _asked(requests)]
-    return (len(sent) - 1) / (max(sent) - min(sent)) if sent and max(sent) > min(sent) else None
 
 
 def _objectives(requests: Sequence[RequestRecord], slos: Sequence[Slo], window: Window) -> dict[str, Number]:

@@ -184,8 +184,9 @@ def checks(folder: RunFolder, results: Results) -> list[Check]:
     found += _incomplete(results)
     found += server_checks(folder.manifest, results)
     if results.ok:
-        found += [_requests(results), *_rates(results), *_tail(results), *_objectives(folder.manifest, results)]
-        found += [_repeats(results), *_until(folder.manifest), *_spread(results), *_windows(results)]
+        found += [_requests(results), *_held(results), *_rates(results), *_tail(results)]
+        found += [*_objectives(folder.manifest, results), _repeats(results), *_until(folder.manifest)]
+        found += [*_spread(results), *_windows(results)]
     return found
 
 
@@ -230,6 +231,18 @@ def _tail(results: Results) -> list[Check]:
         return [Check(GOOD, f"every p99 from at least {count(min(samples), 'request')}")]
     few = f"p99 from as few as {count(min(samples), 'request')}"
     return [Check(WARNING, f"{few}: below {P99_SAMPLES} the slowest alone decide it")]
+
+
+def _held(results: Results) -> list[Check]:
+    """Of an open loop: where requests were sent more slowly than they were drawn."""
+    behind = []
+    for group in results.groups:
+        drawn, sent = group.mean("drawn_rate_per_s").value, group.mean("achieved_rate_per_s").value
+        most = max(group.values("largest_rate_1s_per_s"), default=None)
+        if drawn is not None and any(row.get("rate_held") is False for row in group.ok):
+            name, of = f"{results.name(group.variant)} at {group.load}", f"{number(drawn, 1)} requests/s drawn"
+            behind.append(f"{name} sent {number(sent, 1)} of {of}, {number(most)} at most in a second")
+    return [Check(WARNING, f"rate not held, TTFT counts the wait: {listing(behind)}")] if behind else []
 
 
 def _finished(row: Row) -> int:

@@ -131,10 +131,11 @@ def _title(results: Results, variant: Variant) -> str:
 def _places(results: Results) -> tuple[Place, ...]:
     """The load, and what contexts differ in; both lengths where one of them does."""
     rates = any(group.load.request_rate is not None for group in results.groups)
+    users = any(group.load.concurrency is not None for group in results.groups)
     varied = set(results.varied)
     lengths = bool(varied & {"input_tokens", "output_tokens"})
     places = {
-        Place("requests/s" if rates else "users", lambda group: group.load.number): True,
+        Place("requests/s" if rates else "users" if users else "load", lambda group: group.load.number): True,
         Place("in tokens", lambda group: plain(group.context.input_tokens)): lengths,
         Place("out tokens", lambda group: plain(group.context.output_tokens)): lengths,
         Place("prefix tokens", lambda group: plain(group.context.prefix_tokens)): "prefix_tokens" in varied,

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "cases.md").read_text()
 ROWS = [
     (thread, re.findall(r"`([^`]+)`", tests))
-    for thread, _, tests in re.findall(r"^\| ([^|]*#\d+) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
+    for thread, _, tests in re.findall(r"^\| ([^|]*(?:#\d+|\(source\))) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
 ]
 
 

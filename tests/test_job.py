@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-import kvbench.cli.job as making
-from kvbench.cli.config import SweepConfig, parse_caching, parse_contexts, parse_loads, parse_variants
+from kvbench.cli.asking import CPU_CONTEXT, RANGE_RATIO
+from kvbench.cli.config import SweepConfig, parse_caching, parse_variants
 from kvbench.cli.job import Job, prepare
+from kvbench.cli.load_config import parse_contexts, parse_loads
 from kvbench.cli.measure import Asked, Pace, _guess, warm_up
 from kvbench.cli.stack import BACKENDS
 from kvbench.engine.types import Request
@@ -20,6 +21,7 @@ from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Context, Variant
 from kvbench.workloads.datasets import Drawn, RandomTokens
 from kvbench.workloads.grid import Cell
+from kvbench.workloads.lengths import Lengths
 
 BYTES = 4096  # of KV a token: tiny in float32
 PAGED, CACHED = Variant("paged"), Variant("paged", prefix_caching=True)
@@ -104,9 +106,9 @@ def test_prefixes_and_samples_are_axes_of_the_grid() -> None:
 
 def test_samples_and_prefixes_alone_leave_lengths_to_the_sweep() -> None:
     job = prepare(config(contexts=parse_contexts(None, None, "20", "2"), variants=variants("paged")))
-    assert {one.context for one in job.cells} == {replace(making.CPU_CONTEXT, prefix_tokens=20, samples=2)}
+    assert {one.context for one in job.cells} == {replace(CPU_CONTEXT, prefix_tokens=20, samples=2)}
     (data,) = job.datasets.values()
-    assert isinstance(data, RandomTokens) and data.input.range_ratio == making.RANGE_RATIO
+    assert isinstance(data, RandomTokens) and data.input == Lengths(CPU_CONTEXT.input_tokens or 0, RANGE_RATIO)
 
 
 def test_samples_are_for_every_data_set(tmp_path: Path) -> None:

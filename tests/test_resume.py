@@ -18,7 +18,8 @@ import kvbench.cli.conduct as conduct
 import kvbench.cli.job as job
 import kvbench.cli.measure as measuring
 from kvbench.cli.app import main
-from kvbench.cli.config import SweepConfig, flag, parse_contexts, parse_loads, parse_metadata, parse_objectives
+from kvbench.cli.config import SweepConfig, flag, parse_metadata, parse_objectives
+from kvbench.cli.load_config import parse_contexts, parse_loads
 from kvbench.cli.resume import COMPARED, KEPT, differences
 from kvbench.cli.sweep import sweep as sweep_command
 from kvbench.engine.environment import find_device, versions
@@ -310,8 +311,8 @@ def test_what_cells_share_stays_under_force() -> None:
     for row in folder.rows():
         assert row["prefix_caching"] is (row["backend"] == "paged") and row["prefix_tokens"] == 20
     was = (
-        "contiguous max, paged + prefix cache, is contiguous max, paged",
         "6 tokens in, 3 tokens out and a shared prefix of 20 tokens, is 6 tokens in and 3 tokens out",
+        "contiguous max, paged + prefix cache, is contiguous max, paged",
         "a, is not given",
     )
     marks = zip(folder.manifest["forced"], was, strict=True)

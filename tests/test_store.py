@@ -71,7 +71,7 @@ def test_columns_keep_their_names_and_types(tmp_path: Path) -> None:
     assert requests.names == [
         *("request", "sample", "scheduled_s", "sent_s", "admitted_s", "first_s", "last_s", "token_s", "input_tokens"),
         *("output_tokens", "cached_tokens", "preemptions", "status", "reason", "max_tokens", "truncated_tokens"),
-        "swaps",
+        *("swaps", "turn"),
     ]
     assert str(requests.field("first_s").type) == "double"
     expected = (

@@ -29,13 +29,19 @@ class Letters:
         return [1] * add_special_tokens + list(text.encode())
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, return_dict: bool
-    ) -> list[int]:
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        return_dict: bool,
+        tokenize: bool = True,
+    ) -> Any:
         assert add_generation_prompt
         assert not return_dict
         if not self.knows_system and conversation[0]["role"] == "system":
             raise TemplateError("System role not supported")
-        return self.encode("".join(f"{turn['role']}: {turn['content']};" for turn in conversation))
+        text = "".join(f"{turn['role']}: {turn['content']};" for turn in conversation)
+        return self.encode(text) if tokenize else text
 
 
 def text_of(prompt: tuple[int, ...]) -> str:

@@ -70,8 +70,8 @@ def test_a_closed_loop_holds_its_concurrency_and_leaks_no_slot(
     assert (load.in_flight, load.next_s()) == (0, None)
 
 
-@pytest.mark.parametrize(("count", "concurrency"), [(10, 64), (1, 2)])  # sglang#39398
-def test_fewer_requests_than_clients_are_refused(count: int, concurrency: int) -> None:
+@pytest.mark.parametrize(("count", "concurrency"), [(10, 64), (1, 2)])
+def test_fewer_requests_than_clients_are_refused(count: int, concurrency: int) -> None:  # sglang#39398
     with pytest.raises(KvbenchError, match=rf"^{count} requests never reach concurrency {concurrency}; "):
         ClosedLoop(draw_requests(DATASET, count, seed=0), concurrency)
 

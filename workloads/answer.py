@@ -165,6 +165,7 @@ class Answer:
             cached_tokens=cached or 0,
             status=status,
             reason=self._reasons.get(sample, "stop") if status == FINISHED else reason,
+            turn=request.turn,
             prompt_token_ids=list(request.prompt) if save_tokens else None,
             output_token_ids=ids if save_tokens else None,
             asked_tokens=len(request.prompt),

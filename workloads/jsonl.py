@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import KvbenchError
-from kvbench.workloads.datasets import Drawn, shuffled
+from kvbench.workloads.datasets import Drawn, Outline, outlined, shuffled
 from kvbench.workloads.text import Tokenizer, chat_ids, check_ids
 
 _KEYS = {"prompt", "messages", "output_tokens"}
@@ -42,6 +42,9 @@ class Jsonl:
     def draw(self, count: int, seed: int) -> list[Drawn]:
         """`count` lines; the file starts over, in a new order, when it runs out."""
         return shuffled(self._rows, count, seed)
+
+    def outline(self, count: int, seed: int) -> list[Outline]:
+        return outlined(self.draw(count, seed))
 
     def _read(self, path: Path) -> list[Drawn]:
         rows = []

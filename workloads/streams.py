@@ -1,7 +1,8 @@
 """One seed gives one random stream per purpose, so that a draw added for one purpose moves no other.
 
-Used purposes: `lengths.input`, `lengths.output`, `arrivals`, `tokens`, `tokens.prefix`, `order` (of a data set's rows),
-`sampling` (one seed a request).
+Used purposes: `lengths.input`, `lengths.output`, `arrivals`, `tokens`, `tokens.prefix`, `tokens.block.…` (one for each
+block of a trace that is shared), `groups` (whose prefix a prompt has), `order` (of a data set's rows), `sampling` (one
+seed a request).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import KvbenchError
-from kvbench.workloads.datasets import Drawn, shuffled
+from kvbench.workloads.datasets import Drawn, Outline, outlined, shuffled
 from kvbench.workloads.streams import stream
 from kvbench.workloads.text import Tokenizer, chat_ids, check_ids
 
@@ -50,6 +50,9 @@ class Support:
     def draw(self, count: int, seed: int) -> list[Drawn]:
         """`count` chats in a seeded order; each comes once before any comes again."""
         return shuffled(self._rows, count, seed)
+
+    def outline(self, count: int, seed: int) -> list[Outline]:
+        return outlined(self.draw(count, seed))
 
 
 def _stand_ins(system: dict[str, Any], chats: list[dict[str, Any]], vocab_size: int) -> list[Drawn]:

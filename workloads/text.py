@@ -19,9 +19,14 @@ class Tokenizer(Protocol):
         """The text's ids."""
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, return_dict: bool
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        return_dict: bool,
+        tokenize: bool = True,
     ) -> Any:
-        """The chat's ids."""
+        """The chat's ids, or its text where not to `tokenize`."""
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[int, ...]:
@@ -35,6 +40,30 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[int,
     except TemplateError as error:
         raise KvbenchError(f"the model's chat template refuses these messages: {error}") from error
     return tuple(ids)
+
+
+_ANSWER = "kvbench-answer"
+
+
+def turn_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """What a chat's template puts between an answer and the next one: the end of the assistant's turn and the user's
+    whole `text`, ready to follow on an answer that ended by its length."""
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        return tuple(tokenizer.encode(f"\n\n{text}\n\n", add_special_tokens=False))
+    roles = [("user", "-"), ("assistant", _ANSWER), ("user", text)]
+    messages = [{"role": role, "content": content} for role, content in roles]
+    try:
+        chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, tokenize=False)
+    except TemplateError as error:
+        raise KvbenchError(f"the model's chat template refuses these messages: {error}") from error
+    _, found, tail = chat.partition(_ANSWER)
+    if not found:
+        raise KvbenchError(
+            "the model's chat template drops earlier answers, so no conversation can go on; use --turns 1"
+        )
+    return tuple(tokenizer.encode(tail, add_special_tokens=False))
 
 
 def check_ids(ids: Iterable[int], vocab_size: int) -> None:

@@ -147,17 +147,9 @@ def ours(model: str, url: str, folder: Path, seed: int, users: int, prompts: int
 def theirs(model: str, url: str, folder: Path, seed: int, users: int, prompts: int) -> dict[str, float]:
     options = ["--backend", "openai", "--base-url", url, "--model", model, "--dataset-name", "random", "--ignore-eos"]
     options += ["--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--num-prompts", str(prompts)]
-    options += [
-        "--random-range-ratio",
-        str(SPREAD),
-        "--max-concurrency",
-        str(users),
-        "--seed",
-        str(seed),
-        "--temperature",
-        "0",
-    ]
-    options += ["--save-result", "--result-dir", str(folder), "--result-filename", f"theirs-{seed}.json"]
+    options += ["--random-range-ratio", str(SPREAD), "--max-concurrency", str(users), "--seed", str(seed)]
+    options += ["--temperature", "0", "--save-result", "--result-dir", str(folder)]
+    options += ["--result-filename", f"theirs-{seed}.json"]
     done = subprocess.run(
         vllm("bench", "serve", *options), capture_output=True, text=True, check=False, env=os.environ | SETTINGS
     )

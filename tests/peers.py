@@ -32,7 +32,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv-peers"
 VERSION = "0.32.0"
-INPUT, OUTPUT = 64, 32
+INPUT, OUTPUT, SPREAD = 64, 32, 0.5
+"""Tokens, and by which share they vary: answers of one length end together, so that all users go on in step, and how
+many of their prompts meet in one batch, which decides the TTFT, is then chance."""
 
 VLLM = f"""
 import importlib.metadata as metadata, sys
@@ -114,7 +116,7 @@ def _answers(url: str) -> bool:
 
 def sweep(model: str, url: str, output: Path, *args: str) -> list[dict[str, Any]]:
     """A sweep of ours in a process of its own; its rows."""
-    lengths = ["--input-len", str(INPUT), "--output-len", str(OUTPUT)]
+    lengths = ["--input-len", str(INPUT), "--output-len", str(OUTPUT), "--range-ratio", str(SPREAD)]
     command = [sys.executable, "-m", "kvbench", "sweep", "--model", model, "--target", url, "--output", str(output)]
     subprocess.run([*command, *lengths, *args], check=True, cwd=ROOT)
     return [json.loads(path.read_text()) for path in sorted(output.glob("cells/*/result.json"))]
@@ -145,8 +147,9 @@ def ours(model: str, url: str, folder: Path, seed: int, users: int, prompts: int
 def theirs(model: str, url: str, folder: Path, seed: int, users: int, prompts: int) -> dict[str, float]:
     options = ["--backend", "openai", "--base-url", url, "--model", model, "--dataset-name", "random", "--ignore-eos"]
     options += ["--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--num-prompts", str(prompts)]
-    options += ["--max-concurrency", str(users), "--seed", str(seed), "--temperature", "0"]
-    options += ["--save-result", "--result-dir", str(folder), "--result-filename", f"theirs-{seed}.json"]
+    options += ["--random-range-ratio", str(SPREAD), "--max-concurrency", str(users), "--seed", str(seed)]
+    options += ["--temperature", "0", "--save-result", "--result-dir", str(folder)]
+    options += ["--result-filename", f"theirs-{seed}.json"]
     done = subprocess.run(
         vllm("bench", "serve", *options), capture_output=True, text=True, check=False, env=os.environ | SETTINGS
     )

@@ -93,7 +93,7 @@ DEFINITIONS = (
     ),
     (
         "KV held",
-        "Rows held ÷ rows of the pool, time-weighted mean: of a server by its own word, sampled twice a second.",
+        "Rows held ÷ rows of the pool, time-weighted mean: of a server by its own word, sampled once a second.",
     ),
     (
         "prefix hits",

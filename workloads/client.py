@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 PATIENCE_S = 600.0
 """A request without a --request-timeout of its own is given up after so long: a server that hangs must not hold a run
 for ever."""
-SAMPLE_S = 0.5
-"""Between two looks at the server's counters."""
+SAMPLE_S = 1.0
+"""Between two looks at the server's counters, which cost it some milliseconds each."""
 SETTLE_S = 2.0
 """So long they may take to account for the last answer."""
 

@@ -99,7 +99,7 @@ class Endpoint:
             content["prompt"] = list(request.prompt) if way.ids else self._text(request)
         content["max_tokens"] = request.output_tokens or request.max_tokens
         if way.lengths and request.output_tokens is not None:
-            content |= {"ignore_eos": True, "min_tokens": request.output_tokens}
+            content["ignore_eos"] = True  # min_tokens would add nothing but work to each step
         if way.usage:
             content["stream_options"] = {"include_usage": True}
         if way.every_chunk:

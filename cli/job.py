@@ -126,7 +126,9 @@ def prepare(config: SweepConfig) -> Job:
     repeats = config.repeats or (1 if config.find else REPEATS_CAP if config.until_ci else REPEATS)
     plan = cells(config.variants, loads, fill_contexts(config, device.kind), repeats, config.seed)
     ignore_eos = config.dataset != "jsonl" if config.ignore_eos is None else config.ignore_eos
-    endpoint = reach(config, source, tokenizer, _first(config, asking.datasets, plan, ignore_eos))
+    endpoint = None
+    if config.target is not None:
+        endpoint = reach(config, source, tokenizer, _first(config, asking.datasets, plan, ignore_eos))
     limits = Limits(
         max_model_len,
         config.max_batched_tokens,

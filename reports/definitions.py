@@ -13,6 +13,7 @@ SHOWN_WITH = {
     "server": "send_lag_p99_s",
     "send lag": "send_lag_p99_s",
     "KV held": "kv_cache_usage_mean",
+    "rate held": "drawn_rate_per_s",
     "prefix hits": "prefix_hit_rate",
     "KV shared": "kv_sharing_mean",
     "blocks saved": "kv_blocks_saved_mean",
@@ -69,6 +70,11 @@ DEFINITIONS = (
         "TTFT, time to first token",
         "First token − the time the request was scheduled. It includes the wait for a slot. p50 and p99 over the "
         "requests of a cell, by linear interpolation.",
+    ),
+    (
+        "rate held",
+        "Of an open loop: the achieved rate, (N − 1) ÷ (last − first request sent), is at most 2 % below that of the "
+        "drawn schedule, (N − 1) ÷ (last − first scheduled). Of conversations the first turns count.",
     ),
     ("TPOT, time per output token", "(last token − first token) ÷ (n − 1), for answers of n ≥ 2 tokens."),
     (

@@ -151,7 +151,9 @@ def prepare(config: SweepConfig) -> Job:
     repeats = config.repeats or (REPEATS_CAP if config.until_ci else REPEATS)
     plan = cells(config.variants, loads, contexts, repeats, config.seed)
     ignore_eos = config.dataset != "jsonl" if config.ignore_eos is None else config.ignore_eos
-    endpoint = reach(config, source, tokenizer, _first(config, datasets, plan, ignore_eos))
+    endpoint = None
+    if config.target is not None:
+        endpoint = reach(config, config.target, source, tokenizer, _first(config, datasets, plan, ignore_eos))
     limits = Limits(
         max_model_len,
         config.max_batched_tokens,

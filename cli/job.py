@@ -128,7 +128,8 @@ def prepare(config: SweepConfig) -> Job:
     ignore_eos = config.dataset != "jsonl" if config.ignore_eos is None else config.ignore_eos
     endpoint = None
     if config.target is not None:
-        endpoint = reach(config, source, tokenizer, _first(config, asking.datasets, plan, ignore_eos))
+        trial = _first(config, asking.datasets, plan, ignore_eos)
+        endpoint = reach(config, config.target, source, tokenizer, trial)
     limits = Limits(
         max_model_len,
         config.max_batched_tokens,

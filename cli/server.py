@@ -14,16 +14,14 @@ if TYPE_CHECKING:
     from kvbench.workloads.endpoint import Decode, Endpoint
 
 
-def reach(config: SweepConfig, source: Source, tokenizer: Any, first: Request) -> Endpoint | None:
-    """The server, which has answered the beginning of `first`; None where none is asked for."""
+def reach(config: SweepConfig, target: str, source: Source, tokenizer: Any, first: Request) -> Endpoint:
+    """The server at `target`, which has answered the beginning of `first`."""
     from kvbench.workloads.connect import connect
 
-    if config.target is None:
-        return None
     decode = _decoder(source, tokenizer)
     if config.endpoint_type == "chat" and decode is None:
         raise KvbenchError(f"a chat goes as text, and {source.name} has no tokenizer here; give --model a folder")
-    return connect(config.target, config.endpoint_type, first, model=config.served_model, decode=decode)
+    return connect(target, config.endpoint_type, first, model=config.served_model, decode=decode)
 
 
 def _decoder(source: Source, tokenizer: Any) -> Decode | None:

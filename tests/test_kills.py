@@ -27,7 +27,9 @@ SWEEP = (
     *("--num-warmups", "1", "--save-tokens", "--price", "2", "--n", "2", "--temperature", "1", "--prefix-len", "4"),
     *("--prefix-caching", "on", "--preemption", "swap", "--swap-space", "64KiB"),
 )
-TIMES = re.compile(r"^window_reason$|_s$|_mean$|_per_s(_per_card)?$|^(goodput|attainment|slo|usd|host_rss)_|^attainment$")
+TIMES = re.compile(
+    r"^window_reason$|_s$|_mean$|_per_s(_per_card)?$|^(goodput|attainment|slo|usd|host_rss)_|^attainment$"
+)
 """Columns that no seed fixes: a clock has a part in them (a mean over the steps is weighted by their seconds), or the
 rest of the process."""
 

@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 EXTRAS, SAMPLES = "extras", "samples"
 """What shows the terms of variants that add something to their backend, and of prompts with several answers."""
+RATE = "drawn_rate_per_s"
+"""The column that only an open loop fills."""
 
 SHOWN_WITH = {
     "+ static, + prefix cache, + swap": EXTRAS,
@@ -13,7 +15,7 @@ SHOWN_WITH = {
     "server": "send_lag_p99_s",
     "send lag": "send_lag_p99_s",
     "KV held": "kv_cache_usage_mean",
-    "rate held": "drawn_rate_per_s",
+    "rate held": RATE,
     "prefix hits": "prefix_hit_rate",
     "KV shared": "kv_sharing_mean",
     "blocks saved": "kv_blocks_saved_mean",

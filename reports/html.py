@@ -13,7 +13,7 @@ from kvbench.metrics.store import RunFolder
 from kvbench.reports.charts import figures
 from kvbench.reports.columns import answer_columns, device_columns, pool_columns
 from kvbench.reports.context import checks, evidence, headline_facts, no_device_figures, provenance, reasons
-from kvbench.reports.definitions import EXTRAS, SAMPLES, definitions
+from kvbench.reports.definitions import EXTRAS, RATE, SAMPLES, definitions
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import Results
 from kvbench.reports.page_tables import cell_table, duel_table, memory_tables, meters, variant_tables
@@ -62,6 +62,7 @@ def _content(folder: RunFolder) -> dict[str, Any]:
     columns = (*answer_columns(results), *pool_columns(results), *device_columns(results))
     terms = {column.key for column in columns}
     terms |= {EXTRAS} if any(variant.extras for variant in results.variants) else set()
+    terms |= {RATE} if any(row.get(RATE) is not None for row in results.ok) else set()
     terms |= {SAMPLES} if any(context.samples > 1 for context in results.contexts) else set()
     content: dict[str, Any] = {
         "css": _css(),

@@ -115,13 +115,15 @@ def test_a_cap_that_binds_is_said(capsys: pytest.CaptureFixture[str]) -> None:  
     shown = capsys.readouterr()
     assert "at most 2 in flight" in shown.err
     assert "rate not held" in shown.out and "at most in a second" in " ".join(shown.out.split())
-    assert "rate not held" in Path("out/report.html").read_text()
+    page = Path("out/report.html").read_text()
+    assert "rate not held" in page and "drawn schedule, (N − 1)" in page
 
 
 def test_a_rate_that_is_held_is_not_complained_of(capsys: pytest.CaptureFixture[str]) -> None:
     folder = sweep(*LENGTHS, "--request-rate", "20", "--arrivals", "onoff:on=100ms:off=100ms", "--duration", "500ms")
     assert all(row["rate_held"] for row in folder.rows()) and "rate not held" not in capsys.readouterr().out
     closed = sweep(*LENGTHS, "--concurrency", "2", output="closed")
+    assert "drawn schedule" not in Path("closed/report.html").read_text()
     assert all(row["rate_held"] is row["drawn_rate_per_s"] is None for row in closed.rows())
 
 

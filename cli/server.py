@@ -21,7 +21,12 @@ def reach(config: SweepConfig, target: str, source: Source, tokenizer: Any, firs
     decode = _decoder(source, tokenizer)
     if config.endpoint_type == "chat" and decode is None:
         raise KvbenchError(f"a chat goes as text, and {source.name} has no tokenizer here; give --model a folder")
-    return connect(target, config.endpoint_type, first, model=config.served_model, decode=decode)
+    found = connect(target, config.endpoint_type, first, model=config.served_model, decode=decode)
+    if config.turns > 1 and not found.tells_ids:
+        raise KvbenchError(
+            f"--turns goes on from the tokens of each answer, and the server at {found.url} does not tell them; drop it"
+        )
+    return found
 
 
 def _decoder(source: Source, tokenizer: Any) -> Decode | None:

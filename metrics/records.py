@@ -26,10 +26,11 @@ class RequestRecord:
     admission; what it finds again after a preemption counts for nothing, and what a sample has of the one that computed
     the prompt neither. In `swaps` of the `preemptions` its rows went to host memory, in the others they were given up.
 
-    Only of a server's answer there are `asked_tokens` of the prompt as the workload drew it (`input_tokens` is then
-    what the server counted, where it says), `told_tokens` of output and `told_cached_tokens` by its usage (None: it
-    told none), `streamed_tokens` by the token ids in its stream, and `chunks` that brought tokens and `empty_chunks`
-    that brought nothing. Nobody knows its preemptions and swaps; in files they are null, not 0.
+    Only of a server's answer there are `due_s`, when the load let it go (later than scheduled where it holds requests
+    back), `asked_tokens` of the prompt as the workload drew it (`input_tokens` is then what the server counted, where
+    it says), `told_tokens` of output and `told_cached_tokens` by its usage (None: it told none), `streamed_tokens` by
+    the token ids in its stream, and `chunks` that brought tokens and `empty_chunks` that brought nothing. Nobody knows
+    its preemptions and swaps; in files they are null, not 0.
     """
 
     request: int
@@ -52,6 +53,7 @@ class RequestRecord:
     turn: int = 0
     prompt_token_ids: list[int] | None = None
     output_token_ids: list[int] | None = None
+    due_s: float | None = None
     asked_tokens: int | None = None
     told_tokens: int | None = None
     told_cached_tokens: int | None = None

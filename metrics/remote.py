@@ -25,16 +25,19 @@ def remote_window(run: Run, requests: Sequence[RequestRecord], window: Window) -
     """What is said of a window, of the `requests` that belong to it.
 
     send_lag         sent - scheduled, of every request that was due           p50, p99
+    client_lag       sent - due, without the wait that --max-concurrency asks   p99
     service_ttft     first - sent, of those that finished                      p50, p99
     kv_cache_usage   held / pool by the server's own word                      time-weighted mean, peak
     prefix_hit_rate  input tokens found in memory / input tokens, where told
     """
     asked = [request for request in requests if request.sample == 0]
     lags = [request.sent_s - request.scheduled_s for request in asked]
+    late = [request.sent_s - request.due_s for request in asked if request.due_s is not None]
     service = [one.first_s - one.sent_s for one in requests if one.status == FINISHED and one.first_s is not None]
     cached = [request for request in asked if request.told_cached_tokens is not None]
     return {
         **{f"send_lag_p{q}_s": stats.percentile(lags, q) for q in (50, 99)},
+        "client_lag_p99_s": stats.percentile(late, 99),
         **{f"service_ttft_p{q}_s": stats.percentile(service, q) for q in (50, 99)},
         "prefix_hit_rate": _ratio(sum(one.cached_tokens for one in cached), sum(one.input_tokens for one in cached)),
         **_usage_of_memory([sample for sample in run.samples if sample.end_s in window]),

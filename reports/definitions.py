@@ -91,7 +91,8 @@ DEFINITIONS = (
     (
         "send lag",
         "When a request left the client − when it was scheduled, of a server only: it is part of TTFT. The client was "
-        "the limit where the p99 is over 5 ms and over 10 % of the median TTFT.",
+        "the limit where the p99 of it, without what --max-concurrency held back, is over 5 ms and over 10 % of the "
+        "median TTFT.",
     ),
     (
         "KV held",

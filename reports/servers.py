@@ -84,12 +84,12 @@ def _client(results: Results) -> Check:
     worst_s = 0.0
     for group in filter(remote, results.groups):
         for row in group.ok:
-            lag_s, ttft_s = row.get("send_lag_p99_s"), row.get("ttft_p50_s")
+            lag_s, ttft_s = row.get("client_lag_p99_s"), row.get("ttft_p50_s")
             worst_s = max(worst_s, lag_s or 0.0)
             if lag_s is not None and lag_s > LAG_S and ttft_s is not None and lag_s > LAG_SHARE * ttft_s:
                 slow.append((lag_s, group))
     if not slow:
-        return Check(GOOD, f"requests left on time: send lag p99 up to {number(worst_s * 1e3, 1)} ms")
+        return Check(GOOD, f"requests left on time: the client's lag p99 up to {number(worst_s * 1e3, 1)} ms")
     lag_s, group = max(slow, key=lambda late: late[0])
     where = f"{results.name(group.variant)} at {group.load}"
     return Check(

@@ -358,3 +358,16 @@ def test_tls_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert "tls: " in refusal(server)
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert"))
         assert connect(server.url, "completions", request(0)).model == "served"
+
+
+def test_a_request_that_the_load_held_back_was_not_late_by_the_client() -> None:
+    """With a cap of one the second is scheduled at 0 and let go when the first one has ended."""
+    with OpenAIServer() as server:
+        run = serve_by(OpenLoop([request(0), request(1)], 1), endpoint(server))
+    first, second = run.requests
+    assert (second.scheduled_s, first.scheduled_s, first.due_s) == (0.0, 0.0, 0.0)
+    assert second.due_s is not None and first.last_s is not None and second.sent_s >= second.due_s >= first.last_s
+    row = summarise(run)
+    assert row["client_lag_p99_s"] == pytest.approx(
+        0.99 * max(late := [one.sent_s - (one.due_s or 0.0) for one in run.requests]) + 0.01 * min(late)
+    )

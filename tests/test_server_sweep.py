@@ -160,7 +160,13 @@ def test_a_slow_client_is_named() -> None:
     for ttft_s, named in ((0.1, True), (1.0, False)):
         folder = RunFolder.create(f"run-{ttft_s}", {})
         row = {"backend": "server", "concurrency": 2, "repeat": 0, "seed": 0, "status": "ok", "window": "total"}
-        numbers = {"ttft_p50_s": ttft_s, "send_lag_p99_s": 0.02, "output_tokens_per_s": 9.0, "requests_submitted": 9}
+        numbers = {
+            "ttft_p50_s": ttft_s,
+            "send_lag_p99_s": 0.9,
+            "client_lag_p99_s": 0.02,
+            "output_tokens_per_s": 9.0,
+            "requests_submitted": 9,
+        }
         folder.write_cell("server-c2-r0", {**row, **numbers})
         said = [check.text for check in checks(folder, Results.of(folder)) if "client was the limit" in check.text]
         assert bool(said) == named
@@ -255,3 +261,19 @@ def test_a_chat_with_transformers_own_server(transformers_serve: str, worded_mod
     run = folder.run(row["cell"])
     assert [(one.input_tokens, one.asked_tokens, one.output_tokens) for one in run.requests] == [(14, 12, 8)] * 4
     assert row["prompt_differences"] == 4
+
+
+def test_a_conversation_goes_on_from_the_servers_own_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    options = (*TINY, "--backend", "server", "--turns", "2", "--concurrency", "2", "--repeats", "1")
+    with OpenAIServer() as server:
+        folder = sweep(*options, "--target", server.url, "--num-prompts", "8")
+        (row,) = folder.rows()
+        later = [one for one in folder.run(row["cell"]).requests if one.turn]
+        assert (row["requests_finished"], len(later)) == (8, 4)
+        prompts = [body["prompt"] for body in server.seen]
+        assert sum(prompt[12:20] == [5] * 8 for prompt in prompts) == 4  # what the server answered, in the middle
+    with OpenAIServer(lambda body: whole({**body, "return_token_ids": False})) as silent:
+        refused = ("--target", silent.url, "--output", "other")
+        with pytest.raises(SystemExit):
+            main(["sweep", *options, *refused])
+        assert "--turns goes on from the tokens of each answer" in capsys.readouterr().err

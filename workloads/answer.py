@@ -168,6 +168,7 @@ class Answer:
             turn=request.turn,
             prompt_token_ids=list(request.prompt) if save_tokens else None,
             output_token_ids=ids if save_tokens else None,
+            due_s=request.scheduled_s if request.sent_s is None else request.sent_s,
             asked_tokens=len(request.prompt),
             told_cached_tokens=cached,
             told_tokens=None if self._total is None else len(times),

@@ -111,8 +111,8 @@ async def _way(session: aiohttp.ClientSession, endpoint: Endpoint, first: Reques
     for way in _open_ways(endpoint):
         tried = replace(endpoint, way=way)
         try:
-            await ask(session, tried, short, patience_s=300)
-            return tried
+            answer = await ask(session, tried, short, patience_s=300)
+            return replace(tried, tells_ids=answer.ids(0) is not None)
         except Fault as error:
             fault = error
             if error.kind in ("http 401", "http 403", "http 404", "http 429", "http 503") or not _refusal(error.kind):

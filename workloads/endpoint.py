@@ -55,7 +55,8 @@ WAYS = tuple(
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """A server that answers. `model` is the name under which it serves, `software` what it says it is; `counts` whether
-    it has counters that we know. `decode` is there where prompts go as text."""
+    it has counters that we know, `tells_ids` whether the tokens of its answers come by id. `decode` is there where
+    prompts go as text."""
 
     url: str
     kind: str
@@ -64,6 +65,7 @@ class Endpoint:
     software: str | None = None
     version: str | None = None
     counts: bool = False
+    tells_ids: bool = False
     decode: Decode | None = field(default=None, repr=False)
     key: str | None = field(default=None, repr=False)
 
@@ -85,6 +87,7 @@ class Endpoint:
             "version": self.version,
             "prompts_as": "token ids" if self.way.ids else "text",
             "lengths_held": self.way.lengths,
+            "answers_with_ids": self.tells_ids,
             "usage_asked": self.way.usage,
             "counters": self.counts,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by transformers when it is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch; tiny models gain nothing from more, busy machines lose
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script; the tests of Ctrl-C need it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -115,6 +115,7 @@ class Shared(RuleBasedStateMachine):
         self.pool = BlockPool(
             blocks * self.size + self.size - 1, self.size, prefix_caching=self.caching, swap_tokens=host * self.size
         )
+        self.longest = (blocks + 2) * self.size  # a little more than the pool holds
         self.naive = Naive(blocks, self.size, self.reached)
         self.host_free = host
         self.host_read = 0
@@ -188,6 +189,7 @@ class Shared(RuleBasedStateMachine):
         twins = [sequence.tokens for sequence in (*self.running, *self.waiting)]
         tokens = list(draw.choice([[], draw.choice(known or [[]]), draw.choice(twins or [[]])]))
         tokens += (draw.randint(0, 1) for _ in range(draw.randint(not tokens, 2 * self.size)))
+        tokens = tokens[: self.longest]
         sequence = Sequence.of(asking(self.arrived, tokens, cache_salt=draw.choice(["", "", "", "b"]), n=99))
         self.arrived += 1
         rows = draw.choice([len(tokens), draw.randint(1, len(tokens))])
@@ -229,7 +231,8 @@ class Shared(RuleBasedStateMachine):
     def grow(self, draw: random.Random) -> None:
         """The sequence learns more tokens and wants room for some of what it knows."""
         sequence = draw.choice(self.running)
-        sequence.tokens += (draw.randint(0, 1) for _ in range(draw.randint(0, 3)))
+        more_tokens = min(draw.randint(0, 3), max(0, self.longest - sequence.known))
+        sequence.tokens += (draw.randint(0, 1) for _ in range(more_tokens))
         rows = draw.randint(1, sequence.known)
         before, table = state(self.pool), list(self.pool.table(sequence))
         number, filled = divmod(sequence.computed, self.size)
@@ -308,6 +311,8 @@ class Shared(RuleBasedStateMachine):
             sequence.computed = 0
         if way != "abort":
             self.waiting.append(sequence)
+        if len(self.waiting) > 8 and self.waiting[0] not in self.aside:
+            self.waiting.pop(0)  # it holds nothing, and has waited long enough
 
     @precondition(lambda self: self.aside)
     @rule(draw=DRAWS)

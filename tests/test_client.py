@@ -8,8 +8,9 @@ import socket
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai_server import CLOSE, DONE, HANG, RESET, Body, OpenAIServer, Reply, chunk, event, usage, whole
@@ -209,12 +210,14 @@ def test_counters_that_differ_are_told() -> None:
 
 
 def test_ctrl_c_ends_a_run_that_waits() -> None:
-    with OpenAIServer(lambda body: Reply(TWO, end=HANG)) as server:
-        timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            serve_by(ClosedLoop([request(0)], 1), endpoint(server))
-        timer.join()
+    """It comes once the request is there: before, the collection of garbage could swallow it in a finaliser."""
+
+    def hang(body: Mapping[str, Any]) -> Reply:
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        return Reply(TWO, end=HANG)
+
+    with OpenAIServer(hang) as server, pytest.raises(KeyboardInterrupt):
+        serve_by(ClosedLoop([request(0)], 1), endpoint(server))
 
 
 def test_a_fault_of_ours_is_no_fault_of_the_servers() -> None:

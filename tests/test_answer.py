@@ -108,6 +108,12 @@ def test_a_request_that_was_never_sent_was_late_to_the_end() -> None:
     assert (never.sent_s, never.first_s, never.output_tokens) == (9.0, None, 0)
 
 
+def test_a_text_without_ids_is_shared_out_to_the_nearest_token() -> None:
+    """Two tokens beyond one a chunk, over texts of 4 and 2 characters: 1.5 and 0.5 of them."""
+    made = record(answer(part("abcd"), part("ef", finish_reason="length"), told(4)))
+    assert made.token_s == [1, 1, 1, 2] and made.chunks == 2
+
+
 @given(st.integers(0, 60), st.lists(st.integers(1, 9), min_size=1, max_size=12))
 def test_a_spread_keeps_the_total_and_both_ends(total: int, weights: list[int]) -> None:
     found = spread(total, weights)
@@ -116,4 +122,8 @@ def test_a_spread_keeps_the_total_and_both_ends(total: int, weights: list[int]) 
         assert found[0] and found[-1]
     if total >= len(weights):
         assert min(found) >= 1
+        over = [weight - 1 for weight in weights] if sum(weights) > len(weights) else [1] * len(weights)
+        for before in range(len(weights) + 1):
+            exact = before + (total - len(weights)) * sum(over[:before]) / sum(over)
+            assert abs(sum(found[:before]) - exact) <= 0.5
     assert spread(sum(weights), weights) == weights

@@ -195,10 +195,10 @@ def spread(total: int, weights: list[int]) -> list[int]:
     more, over = total - len(weights), [max(0, weight - 1) for weight in weights]
     if not any(over):
         over = [1] * len(weights)
-    bounds, seen = [0], 0
+    bounds, seen, whole = [0], 0, sum(over)
     for weight in over:
         seen += weight
-        bounds.append(more * seen // sum(over))
+        bounds.append((2 * more * seen + whole) // (2 * whole))  # to the nearest
     return [1 + after - before for before, after in pairwise(bounds)]
 
 

@@ -17,8 +17,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "paged": {"engine", "metrics"},
     "contiguous": {"engine", "metrics"},
     "workloads": {"engine", "metrics"},
+    "planner": {"engine", "metrics", "workloads"},
     "reports": {"metrics"},
-    "cli": {"contiguous", "engine", "metrics", "paged", "reports", "workloads"},
+    "cli": {"contiguous", "engine", "metrics", "paged", "planner", "reports", "workloads"},
 }
 BACKENDS = {"contiguous", "paged"}
 COMPOSITION_ROOT = "cli/stack.py"  # the one file that puts the parts together, so the one that names the backends

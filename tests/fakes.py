@@ -179,6 +179,9 @@ class FaultyAllocator:
     def room(self, sequence: Sequence) -> int:
         return self._asked.get(sequence.id, sequence.computed) if self._fails else self.inner.room(sequence)
 
+    def could_grow(self, sequences: int, rows: int) -> bool:
+        return not self._fails and self.inner.could_grow(sequences, rows)
+
     def commit(self, sequence: Sequence) -> None:
         self.inner.commit(sequence)
 

@@ -178,7 +178,7 @@ class Engine:
         self._commit(batch, last, Sampled(None, ticket.later_s[-1]), ends_s[-2], ends_s[-1])
 
     def _coast(self, took_s: Ordered[float], ends_s: list[float]) -> None:
-        """Steps behind the one that was committed last, in which nobody comes or goes; the first ends at `ends_s[1]`."""
+        """Steps behind the one that was committed last, in which nobody comes or goes; the first ends at ends_s[1]."""
         decoding, usage, pool_tokens = self.scheduler.decoding, self.allocator.usage(), self.allocator.pool_tokens
         count, held, free, cached, swapped = decoding.count, usage.held, usage.free, usage.cached, usage.swapped
         for device_s, start_s, end_s in zip(took_s, ends_s, ends_s[1:], strict=False):

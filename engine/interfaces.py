@@ -16,6 +16,7 @@ policies `pow2` and `oracle` of `contiguous` are the two named exceptions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvbench.engine.types import Batch, Holding, Move, Request, Sampled, Sequence, Ticket, Usage
@@ -52,6 +53,10 @@ class Allocator(Protocol):
     def could_grow(self, sequences: int, rows: int) -> bool:
         """Whether it is sure that so many of those that hold rows can each get so many more, one after the other, and
         nobody else is touched by it."""
+
+    def grow(self, sequences: Ordered[Sequence]) -> int:
+        """Rows for the next token of each of these, which decode and have filled all they hold: `reserve` for those of
+        whom it is sure that they can grow, all at once. Returns how many more rows each now has."""
 
     def commit(self, sequence: Sequence) -> None:
         """The rows below `sequence.computed` hold data now, which others may be given to read. Of a sequence that

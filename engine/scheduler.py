@@ -156,15 +156,17 @@ class Scheduler:
 
     def grow(self) -> None:
         """Those that decode get the memory that the next of the quiet steps needs."""
-        for sequence in self.decoding.due():
-            granted = self.allocator.reserve(sequence, sequence.computed + 1)
-            assert granted, "the allocator said that all could grow"
-            self.decoding.expect(sequence, self.allocator.room(sequence))
+        if due := self.decoding.due():
+            self.decoding.expect_later(due, self.allocator.grow(due))
 
     def _advance_running(self, plan: Plan) -> int:
         """Give every running sequence its next chunk, the oldest first; returns what is left of the budget. Of those
         that decode only who needs memory is looked at."""
-        for sequence in self.decoding.due():
+        due = self.decoding.due()
+        if due and self.allocator.could_grow(len(due), 1):
+            self.decoding.expect_later(due, self.allocator.grow(due))
+            due = []
+        for sequence in due:
             if sequence.decodes and self._make_room(sequence, sequence.computed + 1, plan):
                 self.decoding.expect(sequence, self.allocator.room(sequence))
         at = self.decoding.count

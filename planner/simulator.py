@@ -40,7 +40,7 @@ class SimExecutor:
         return Ticket(batch, done_s=now_s + took_s, pending=took_s)
 
     def ahead(self, batch: Batch, now_s: float, steps: int, until_s: float) -> list[float]:
-        took_s = self._cost.decode_seconds(len(batch.decodes), batch.context, steps).tolist()
+        took_s: list[float] = self._cost.decode_seconds(len(batch.decodes), batch.context, steps).tolist()
         begins_s = itertools.accumulate(took_s, initial=now_s)
         return took_s[: sum(1 for _ in itertools.takewhile(until_s.__gt__, itertools.islice(begins_s, steps)))]
 

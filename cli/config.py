@@ -21,6 +21,9 @@ from kvbench.workloads.options import LARGEST, choice
 
 MOST_REPEATS = 1000
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8")
+SIM = "sim:"
+"""How the name of a device begins that is only computed."""
 FORMATS = ("table", "markdown", "csv", "json")
 
 FLAGS = {
@@ -68,6 +71,8 @@ class SweepConfig(LoadConfig):
     weights: str = "auto"
     dtype: str | None = None
     device: str | None = None
+    tp: int = 1
+    kv_dtype: str = "auto"
     kv_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
@@ -105,6 +110,7 @@ class SweepConfig(LoadConfig):
             ("--max-num-seqs", self.max_sequences),
             ("--max-tokens", self.max_tokens),
             ("--repeats", self.repeats),
+            ("--tp", self.tp),
         )
         for flag, count in whole:
             if count is not None and not 1 <= count <= LARGEST:
@@ -127,6 +133,7 @@ class SweepConfig(LoadConfig):
         self._check_variants()
         self._check_samples()
         self._check_target()
+        self._check_device()
         if self.repeats is not None and self.repeats > MOST_REPEATS:
             raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
         if self.find is not None:
@@ -183,6 +190,33 @@ class SweepConfig(LoadConfig):
         base_url(self.target)
         if self.model is None:
             raise KvbenchError("--target needs --model: the shape and the tokenizer of the model that is served there")
+
+    @property
+    def card(self) -> str | None:
+        """The name of the card that is only computed; None where the device is one there is."""
+        return self.device.removeprefix(SIM) if self.device and self.device.startswith(SIM) else None
+
+    def _check_device(self) -> None:
+        """What only a real device can do, and what only a computed one."""
+        if self.card is None:
+            if self.tp > 1:
+                raise KvbenchError(
+                    f"--tp {self.tp} shares a model over computed cards only; add --device {SIM}CARD or drop --tp"
+                )
+            if self.kv_dtype != KV_DTYPES[0]:
+                raise KvbenchError(
+                    f"--kv-dtype {self.kv_dtype} is for computed cards only; add --device {SIM}CARD or drop it"
+                )
+            return
+        where = f"--device {self.device} computes how long steps take, not their tokens"
+        if self.target is not None:
+            raise KvbenchError(
+                f"{where}, and --target measures a server: two kinds of evidence do not share a run; drop one of them"
+            )
+        if self.ignore_eos is False or (self.ignore_eos is None and self.dataset == "jsonl"):
+            raise KvbenchError(f"{where}, so no answer can end by itself; add --ignore-eos: each has its drawn length")
+        if self.weights != "auto":
+            raise KvbenchError(f"{where}, and loads no weights; drop --weights {self.weights}")
 
     def facts(self) -> dict[str, object]:
         """As `run.json` keeps it: strict JSON values."""
@@ -321,10 +355,10 @@ def parse_metadata(items: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def parse_device(value: str | None) -> str | None:
-    """`cpu`, `cuda` or `cuda:N` in any case; None for the best there is."""
-    if value is None or re.fullmatch(r"cpu|cuda(:\d+)?", value.strip().lower()):
+    """`cpu`, `cuda`, `cuda:N` or `sim:CARD` in any case; None for the best there is."""
+    if value is None or re.fullmatch(r"cpu|cuda(:\d+)?|sim:.*\S.*", value.strip().lower()):
         return None if value is None else value.strip().lower()
-    raise KvbenchError(f"unknown --device {value!r}; use cpu, cuda or cuda:N")
+    raise KvbenchError(f"unknown --device {value!r}; use cpu, cuda, cuda:N or {SIM}CARD, such as {SIM}h100-sxm")
 
 
 def parse_objectives(slo: Iterable[str], goodput: str | None) -> tuple[Slo, ...]:

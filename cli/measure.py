@@ -13,7 +13,7 @@ from kvbench.engine.engine import Watch
 from kvbench.errors import CellError, KvbenchError
 from kvbench.metrics.points import Variant
 from kvbench.metrics.rate import rates
-from kvbench.metrics.records import FINISHED, REJECTED, UNFINISHED, Run
+from kvbench.metrics.records import FINISHED, MEASURED, REJECTED, UNFINISHED, Run
 from kvbench.metrics.summary import TWIN, summarise
 from kvbench.workloads.grid import Cell
 
@@ -112,4 +112,4 @@ def _server(job: Job) -> Row:
     """How it runs the model is the server's own affair."""
     unknown = ("dtype", "reserve", "block_size", "max_model_len", "attention", "tp")
     assert job.stack.endpoint is not None
-    return {"evidence": "measured", "device": None, "model": job.stack.endpoint.model, **dict.fromkeys(unknown)}
+    return {"evidence": MEASURED, "device": None, "model": job.stack.endpoint.model, **dict.fromkeys(unknown)}

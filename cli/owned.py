@@ -13,6 +13,7 @@ from kvbench.cli.stack import SERVER, Backend, CacheConfig
 from kvbench.engine.clock import WallClock
 from kvbench.engine.shapes import SHAPES, find_shape
 from kvbench.metrics.points import LoadPoint
+from kvbench.metrics.records import MEASURED
 from kvbench.workloads.grid import Cell
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Owned:
     """What is chosen and known before the model is loaded, and the model from `load` on; never where only a server is
     measured. `choices` gets a line for each choice."""
 
-    evidence = "measured"
+    evidence = MEASURED
     attention = "torch"
     tp = 1
     patience_s = PATIENCE_S

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import accumulate, repeat
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -148,12 +149,14 @@ def workload_of(configuration: Configuration) -> Workload:
     return Workload()
 
 
-def lengths(mean: float, cv: float, longest: int, count: int, rng: random.Random) -> list[int]:
-    """`count` whole lengths of at least 1, lognormal, cut at `longest`, scaled until their mean is as stated."""
+@cache
+def lengths(mean: float, cv: float, longest: int, count: int, stream: str) -> tuple[int, ...]:
+    """`count` whole lengths of at least 1, lognormal, cut at `longest`, scaled until their mean is as stated; their
+    order is fixed by `stream`."""
     if not cv or count < 2:
-        return [max(1, round(mean))] * count
+        return (max(1, round(mean)),) * count
     if mean >= longest:
-        return [longest] * count
+        return (longest,) * count
     sigma = math.sqrt(math.log1p(cv * cv))
     normal = NormalDist()
     shape = [math.exp(sigma * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
@@ -165,8 +168,8 @@ def lengths(mean: float, cv: float, longest: int, count: int, rng: random.Random
         else:
             high = scale
     values = [max(1, round(min(high * value, longest))) for value in shape]
-    rng.shuffle(values)
-    return values
+    random.Random(f"{stream} {count}").shuffle(values)
+    return tuple(values)
 
 
 MOST_REQUESTS = 1000
@@ -183,19 +186,22 @@ def jobs_of(configuration: Configuration, settings: Settings) -> list[Job]:
         count = {"rate": math.ceil(value * STEADY_S), "closed": math.ceil(8 * value), "offline": 1000}[load]
         count = max(count, 100 if load != "closed" else 8)
     count = min(count, 2000 if configuration.requests else MOST_REQUESTS)
-    rng = random.Random(f"{count} {load}")
-    inputs = lengths(configuration.input_tokens, drawn.cv_input, 1 << 30, count, rng)
-    outputs = lengths(configuration.output_tokens, drawn.cv_output, drawn.longest_output, count, rng)
-    times = [0.0] * count
+    inputs = lengths(configuration.input_tokens, drawn.cv_input, 1 << 30, count, "inputs")
+    outputs = lengths(configuration.output_tokens, drawn.cv_output, drawn.longest_output, count, "outputs")
+    times: Iterable[float] = repeat(0.0, count)
     if load == "rate":
-        constant = configuration.arrivals == "constant"
-        gaps = [1.0] * count if constant else [-math.log1p(-(i + 0.5) / count) for i in range(count)]
-        rng.shuffle(gaps)
-        now = 0.0
-        for i in range(count):
-            times[i] = now
-            now += drawn.span * gaps[i] / value
+        times = (drawn.span * at / value for at in arrivals(count, configuration.arrivals == "constant"))
     return [Job(*request) for request in zip(times, inputs, outputs, strict=True)]
+
+
+@cache
+def arrivals(count: int, constant: bool) -> tuple[float, ...]:
+    """Times of `count` arrivals at one a second: evenly spaced, or the quantiles of Poisson gaps in a fixed order."""
+    if constant:
+        return tuple(float(i) for i in range(count))
+    gaps = [-math.log1p(-(i + 0.5) / count) for i in range(count - 1)]
+    random.Random(f"arrivals {count}").shuffle(gaps)
+    return tuple(accumulate(gaps, initial=0.0))
 
 
 def metrics_of(
@@ -215,6 +221,31 @@ def metrics_of(
     concurrency = round(configuration.load_value or 1) if configuration.load == "closed" else None
     done = forecast(cost, situation.limits, jobs_of(configuration, settings), concurrency)
     return _load_metrics(done, request_s)
+
+
+def sustained_per_s(configuration: Configuration, situation: Situation, cost: CostModel) -> float:
+    """Requests per second that a full batch of endless supply ends: beyond it, queues grow for as long as they come."""
+    assert configuration.input_tokens and configuration.output_tokens
+    prompt, output = round(configuration.input_tokens), max(1, round(configuration.output_tokens))
+    limits = situation.limits
+    held = prompt + (output if limits.reserve else output // 2)
+    batch = max(1, min(limits.sequences, limits.pool_tokens // held))
+    context = batch * (prompt + output // 2)
+    decode = cost.seconds(StepWork(batch, 0, context, context, batch))
+    prefill = cost.seconds(StepWork(0, prompt, prompt * (prompt + 1) // 2, prompt, 1))
+    if limits.mixed:  # weights and host pass once for both
+        prefill = max(0.0, prefill - cost.seconds(StepWork(1, 0, prompt, prompt, 1)))
+    return 1.0 / (output * decode / batch + prefill)
+
+
+def overloaded(configuration: Configuration, situation: Situation, parameters: StepParameters) -> bool:
+    """Whether the asked arrival rate is beyond what the cards sustain."""
+    if configuration.load != "rate" or configuration.load_value is None:
+        return False
+    cost = cost_model(
+        situation.card, situation.shape, situation.number, situation.tp, parameters, kv_bytes=situation.kv_bytes
+    )
+    return configuration.load_value > sustained_per_s(configuration, situation, cost)
 
 
 def _step_metrics(configuration: Configuration, cost: CostModel) -> dict[str, float]:

@@ -10,7 +10,7 @@ import csv
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench.errors import KvbenchError
@@ -102,7 +102,21 @@ def parse_rows(lines: Iterable[str], name: str) -> list[Row]:
         raise KvbenchError(f"{name} line {reader.line_num}: {error}") from None
     if not rows:
         raise KvbenchError(f"{name} has no rows below its header")
-    return rows
+    return _share_notes(rows)
+
+
+def _share_notes(rows: list[Row]) -> list[Row]:
+    """What one row of a configuration tells of its requests holds for those that tell nothing."""
+    told: dict[Configuration, int] = {}
+    for row in rows:
+        if row.settings.requests:
+            told.setdefault(row.configuration, row.settings.requests)
+    return [
+        replace(row, settings=replace(row.settings, requests=told.get(row.configuration)))
+        if row.settings.requests is None
+        else row
+        for row in rows
+    ]
 
 
 def _row(line: int, values: dict[str, str], name: str) -> Row:

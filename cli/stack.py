@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvbench.contiguous import slots
 from kvbench.contiguous.slots import POLICIES, Slots
 from kvbench.engine.clock import WallClock
 from kvbench.engine.engine import Engine, Watch, serve
@@ -17,6 +18,7 @@ from kvbench.engine.scheduler import Limits, Scheduler
 from kvbench.engine.static import StaticScheduler
 from kvbench.metrics.points import BATCHINGS, PREEMPTIONS, Variant
 from kvbench.metrics.records import Run
+from kvbench.paged import blocks
 from kvbench.paged.blocks import BlockPool
 from kvbench.workloads.endpoint import Endpoint
 
@@ -42,11 +44,13 @@ class CacheConfig:
 class Backend:
     """A way to hold memory: who holds which rows, and how the device finds them. `policies` are the fields of a
     `Variant` that it lets one choose, each with its values, the default first. `shares`: rows may have several readers.
+    `most_at_once(memory, input_tokens, output_tokens)`: how many such sequences it can hold together, each to its end.
     """
 
     name: str
     make_allocator: Callable[[CacheConfig], Allocator]
     make_cache: Callable[[Arena, Allocator, int], Cache]
+    most_at_once: Callable[[CacheConfig, int, int], int]
     policies: Mapping[str, Sequence[str]] = field(default_factory=dict)
     shares: bool = False
 
@@ -79,6 +83,9 @@ BACKENDS = {
             "contiguous",
             lambda config: Slots(config.pool_tokens, config.max_model_len, config.reserve or "max"),
             _slot_cache,
+            lambda config, *lengths: slots.most_at_once(
+                config.pool_tokens, config.max_model_len, config.reserve or "max", *lengths
+            ),
             policies={"reserve": POLICIES, "batching": BATCHINGS},
         ),
         Backend(
@@ -90,6 +97,7 @@ BACKENDS = {
                 swap_tokens=config.swap_tokens,
             ),
             _block_cache,
+            lambda config, *lengths: blocks.most_at_once(config.pool_tokens, config.block_size, *lengths),
             policies={"prefix_caching": ("off", "on"), "preemption": PREEMPTIONS},
             shares=True,
         ),

@@ -22,7 +22,7 @@ from kvbench.errors import KvbenchError
 class ModelShape:
     """Dimensions of a decoder. `family` is transformers' model type, `traits` what its layers have beside these.
 
-    Experts: the first `dense_layers` layers have an MLP of `intermediate`, the others `experts` of
+    Experts: `dense_layers` of the layers have an MLP of `intermediate`, the others `experts` of
     `expert_intermediate` and shared ones of `shared_intermediate` together. `sliding_layers` of the layers look back
     `sliding_window` tokens. `kv_rank` above 0: multi-head latent attention (MLA), whose layers keep `latent` values a
     token; `rope_dim`, `nope_dim` and `value_dim` are its heads' widths, `q_rank` the queries' rank (0: full)."""
@@ -122,6 +122,14 @@ class ModelShape:
     def active_expert_parameters(self) -> int:
         """The routed experts that one token is sent to."""
         return self.expert_parameters * self.experts_per_token // self.experts if self.experts else 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str = "config.json") -> ModelShape:
+        """The shape that a Hugging Face `config.json` describes. KvbenchError, with the field and the nearest, where
+        something is missing or unknown."""
+        from kvbench.engine.hf_config import read_config
+
+        return read_config(config, name)
 
     def config_fields(self) -> dict[str, object]:
         """Arguments of `AutoConfig.for_model(family, ...)` in transformers."""

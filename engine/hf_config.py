@@ -1,0 +1,320 @@
+"""A `ModelShape` from any Hugging Face `config.json`, as transformers' own classes would read it, without transformers.
+
+What a configuration leaves out has the default of its family's class only where published ones do leave it out; else it
+is an error that names the field and the nearest there is. Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvbench.engine.parameters import FAMILIES, Traits
+from kvbench.engine.quantisation import read_quantisation
+from kvbench.engine.shapes import ModelShape
+from kvbench.errors import KvbenchError
+
+STATE = "its layers keep a state, not a KV cache"
+SHARED_KV = "its layers share keys and values"
+UNPLANNED = {
+    **dict.fromkeys(
+        "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 nemotron_h falcon_h1 granitemoehybrid lfm2 rwkv "
+        "recurrent_gemma minimax kimi_linear".split(),
+        STATE,
+    ),
+    "qwen3_next": "its linear-attention layers keep a state, not a KV cache",
+    "qwen3_5": "its linear-attention layers keep a state, not a KV cache",
+    "qwen3_5_text": "its linear-attention layers keep a state, not a KV cache",
+    "qwen3_5_moe": "its linear-attention layers keep a state, not a KV cache",
+    "qwen3_5_moe_text": "its linear-attention layers keep a state, not a KV cache",
+    "gemma3n_text": SHARED_KV,
+    "gemma4_text": SHARED_KV,
+    "mllama_text_model": "its cross-attention layers keep an image's keys and values",
+    "deepseek_v32": "its indexer keeps a cache of its own",
+}
+"""Model types whose memory is no KV cache of every token, by name, so that none is planned wrongly."""
+
+SAME_AS = {
+    "internlm2": "llama",
+    "kimi_k2": "deepseek_v3",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Model types whose language model is another family's."""
+
+NESTED = ("text_config", "llm_config", "language_config")
+
+_LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+NESTED_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": _LLAMA | {"intermediate_size": 11008},
+    "mistral": _LLAMA
+    | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "gemma3_text": {
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 9216,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+}
+"""Language models inside multimodal configurations are published without what their class has by default."""
+
+HEAD_DIM = {
+    "gemma": 256,
+    "gemma2": 256,
+    "gemma3_text": 256,
+    "glm": 128,
+    "glm4": 128,
+    "gpt_oss": 64,
+    "qwen3": 128,
+    "seed_oss": 128,
+}
+"""Where `head_dim` is not hidden size / heads by default."""
+
+KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+    "max_positions": ("max_position_embeddings", "n_positions"),
+    "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+}
+INTERMEDIATE = {"opt": "ffn_dim", "gpt2": "n_inner", "gptj": "n_inner"}
+"""Other names of `intermediate_size`; GPT-2's and GPT-J's is four times the hidden size by default."""
+
+UNGROUPED = ("gpt2", "gptj", "gpt_neox", "opt")
+"""Families that know neither grouped keys and values nor a head width of its own."""
+
+LATENT = ("deepseek_v2", "deepseek_v3")
+SHARING = (*LATENT, "glm4_moe")
+QWEN_MIXTURES = ("qwen2_moe", "qwen3_moe")
+MIXTURES = ("mixtral", "gpt_oss", "olmoe", "granitemoe", *QWEN_MIXTURES, *SHARING)
+"""Families with experts; `SHARING` ones begin with dense layers and have shared experts."""
+
+SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Families whose layers slide only where `use_sliding_window` says so."""
+
+_BOTH = ("qkv_bias", "out_bias")
+SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
+    "attention_bias": {
+        **dict.fromkeys(
+            "llama granite granitemoe cohere cohere2 qwen3 qwen3_moe olmo2 olmo3 olmoe gpt_neox gpt_oss "
+            "smollm3".split(),
+            _BOTH,
+        ),
+        **dict.fromkeys(("glm", "glm4", "glm4_moe", "seed_oss"), ("qkv_bias",)),
+    },
+    "attention_out_bias": {"seed_oss": ("out_bias",)},
+    "mlp_bias": dict.fromkeys(("llama", "granite", "smollm3", "seed_oss"), ("mlp_bias",)),
+    "use_bias": {"starcoder2": (*_BOTH, "mlp_bias")},
+    "use_qkv_bias": {"stablelm": ("qkv_bias",)},
+}
+"""Fields that switch biases of a family on or off."""
+
+ODD = {"opt": {"do_layer_norm_before": True, "enable_bias": True}, "deepseek_v2": {"attention_bias": False}}
+"""Values that the counts rely on."""
+
+
+def read_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape of the language model that `config` describes; `name` is what errors call it."""
+    if not isinstance(config, Mapping):
+        raise KvbenchError(f"{name} must hold an object of fields, not {type(config).__name__}")
+    nested = next((key for key in NESTED if isinstance(config.get(key), Mapping)), None)
+    told = dict(config)
+    if nested is not None and _first(config, KEYS["layers"]) is None:
+        told = {key: config[key] for key in ("quantization_config",) if key in config} | dict(config[nested])
+    family = _family(told, name)
+    if nested is not None:
+        told = NESTED_DEFAULTS.get(family, {}) | told
+    try:
+        return _shape(_Fields(told, name), family)
+    except KvbenchError as error:
+        message = str(error)
+        raise KvbenchError(message if message.startswith(name) else f"{name}: {message}") from None
+
+
+def _family(config: Mapping[str, Any], name: str) -> str:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        near = difflib.get_close_matches("model_type", [str(key) for key in config], n=1)
+        raise KvbenchError(f"{name} lacks model_type{f'; the nearest it has is {near[0]}' if near else ''}")
+    family = SAME_AS.get(model_type, model_type)
+    if family in UNPLANNED:
+        raise KvbenchError(f"{name}: model type {model_type!r} cannot be planned for: {UNPLANNED[family]}")
+    if family not in FAMILIES:
+        known = [*FAMILIES, *SAME_AS]
+        near = difflib.get_close_matches(family, known, n=1, cutoff=0)
+        raise KvbenchError(f"{name}: model type {model_type!r} is not known; the nearest known one is {near[0]}")
+    return family
+
+
+class _Fields:
+    """The fields of a configuration, each checked as it is read."""
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self.config, self.name = config, name
+
+    def get(self, key: str) -> Any:
+        return self.config.get(key)
+
+    def whole(self, keys: Sequence[str], default: int | None = None, least: int = 1) -> int:
+        """The first of `keys` that is there and not null, a whole number from `least` to 2³¹."""
+        found = _first(self.config, keys)
+        if found is None:
+            if default is not None:
+                return default
+            near = [hit for key in keys for hit in difflib.get_close_matches(key, map(str, self.config), n=1)]
+            hint = f"; the nearest it has is {near[0]}" if near else ""
+            raise KvbenchError(f"{self.name} lacks {' or '.join(keys)}{hint}")
+        key, value = found
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 2**31:
+            raise KvbenchError(f"{self.name} has {key} {value!r}; it must be a whole number of at least {least}")
+        return value
+
+    def switch(self, key: str, default: bool) -> bool:
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise KvbenchError(f"{self.name} has {key} {value!r}; it must be true or false")
+        return value
+
+
+def _first(config: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any] | None:
+    return next(((key, config[key]) for key in keys if config.get(key) is not None), None)
+
+
+def _shape(told: _Fields, family: str) -> ModelShape:
+    layers, hidden = told.whole(KEYS["layers"]), told.whole(KEYS["hidden"])
+    heads = told.whole(KEYS["heads"])
+    for key, needed in ODD.get(family, {}).items():
+        if told.switch(key, needed) != needed:
+            raise KvbenchError(f"{told.name} has {key} {str(not needed).lower()}, which is not counted")
+    if family == "opt" and told.whole(["word_embed_proj_dim"], hidden) != hidden:
+        raise KvbenchError(f"{told.name} has word_embed_proj_dim other than hidden_size, which is not counted")
+    inner = 4 * hidden if INTERMEDIATE.get(family) == "n_inner" else None
+    latent = _latent(told, family)
+    kv_heads = heads if latent or family in UNGROUPED else told.whole(["num_key_value_heads"], heads)
+    if kv_heads > heads or heads % kv_heads:
+        raise KvbenchError(f"{told.name} has num_key_value_heads {kv_heads}, by which its {heads} heads do not divide")
+    mixture = _experts(told, family, layers) if family in MIXTURES else {}
+    window, sliding = _windows(told, family, layers)
+    quantised = told.get("quantization_config")
+    return ModelShape(
+        told.name,
+        family,
+        layers,
+        hidden,
+        told.whole([INTERMEDIATE.get(family, "intermediate_size")], inner),
+        heads,
+        kv_heads,
+        latent.get("value_dim") or _head_dim(told, family, hidden, heads),
+        told.whole(KEYS["vocab"]),
+        told.whole(KEYS["max_positions"]),
+        tied=told.switch("tie_word_embeddings", FAMILIES[family].tied),
+        sliding_window=window,
+        sliding_layers=sliding,
+        quantisation=None if quantised is None else read_quantisation(quantised, layers),
+        traits=_traits(told, family),
+        source="config.json",
+        **latent,
+        **mixture,
+    )
+
+
+def _head_dim(told: _Fields, family: str, hidden: int, heads: int) -> int:
+    known = HEAD_DIM.get(family)
+    if (family in UNGROUPED or (known is None and told.get("head_dim") is None)) and hidden % heads:
+        raise KvbenchError(f"{told.name} lacks head_dim, and its hidden size {hidden} does not divide by {heads} heads")
+    return hidden // heads if family in UNGROUPED else told.whole(["head_dim"], known or hidden // heads)
+
+
+def _latent(told: _Fields, family: str) -> dict[str, int]:
+    if family not in LATENT:
+        return {}
+    return {
+        "q_rank": told.whole(["q_lora_rank"], 0, least=0),
+        "kv_rank": told.whole(["kv_lora_rank"]),
+        "rope_dim": told.whole(["qk_rope_head_dim"]),
+        "nope_dim": told.whole(["qk_nope_head_dim"]),
+        "value_dim": told.whole(["v_head_dim"]),
+    }
+
+
+def _experts(told: _Fields, family: str, layers: int) -> dict[str, int]:
+    experts = told.whole(KEYS["experts"])
+    chosen = told.whole(KEYS["experts_per_token"])
+    if chosen > experts:
+        raise KvbenchError(f"{told.name} sends a token to {chosen} experts of {experts}")
+    own = family in (*QWEN_MIXTURES, *SHARING)
+    width, shared, dense = told.whole(["moe_intermediate_size" if own else "intermediate_size"]), 0, 0
+    if family in SHARING:
+        shared = told.whole(["n_shared_experts"], 0, least=0) * width
+        dense = told.whole(["first_k_dense_replace"], 0, least=0)
+    elif family in QWEN_MIXTURES:
+        shared = told.whole(["shared_expert_intermediate_size"]) if family == "qwen2_moe" else 0
+        step, only = told.whole(["decoder_sparse_step"], 1), told.get("mlp_only_layers") or []
+        dense = sum(layer in only or (layer + 1) % step > 0 for layer in range(layers))
+    if dense > layers:
+        raise KvbenchError(f"{told.name} has first_k_dense_replace {dense}, more than its {layers} layers")
+    return {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_intermediate": width,
+        "shared_intermediate": shared,
+        "dense_layers": dense,
+    }
+
+
+def _windows(told: _Fields, family: str, layers: int) -> tuple[int | None, int]:
+    """The window and how many layers have it."""
+    if family in SWITCHED and not told.switch("use_sliding_window", False):
+        return None, 0
+    types, window = told.get("layer_types"), told.whole(["sliding_window"], 0, least=0) or None
+    if types is not None:
+        if not isinstance(types, list) or len(types) < layers:
+            raise KvbenchError(f"{told.name} has layer_types for other than its {layers} layers")
+        if other := sorted({str(one) for one in types[:layers]} - {"full_attention", "sliding_attention"}):
+            raise KvbenchError(f"{told.name} has layers of type {other[0]!r}, which keep no plain KV cache")
+        sliding = types[:layers].count("sliding_attention")
+    elif family in ("qwen2", "qwen2_moe", "qwen3", "smollm3"):
+        sliding = max(0, layers - told.whole(["max_window_layers"], 28, least=0))
+    else:
+        every = FAMILIES[family].slide_every
+        every = told.whole(["sliding_window_pattern"], every, least=0) if every > 1 else every
+        sliding = 0 if not every else layers if every == 1 else layers - layers // every
+    if window is None and types is not None and sliding:
+        raise KvbenchError(f"{told.name} has {sliding} sliding layers and lacks sliding_window")
+    return (window, sliding) if window and sliding else (None, 0)
+
+
+def _traits(told: _Fields, family: str) -> Traits:
+    traits = FAMILIES[family]
+    switched: dict[str, Any] = {}
+    for key, families in SWITCHES.items():
+        for field in families.get(family, ()):
+            switched[field] = told.switch(key, getattr(traits, field))
+    traits = replace(traits, **switched)
+    if family in ("cohere", "glm4_moe") and told.switch("use_qk_norm", False):
+        traits = replace(traits, head_norms="all" if family == "cohere" else "head")
+    if family == "stablelm":
+        traits = replace(traits, norms=1 if told.switch("use_parallel_residual", False) else 2)
+        if told.switch("qk_layernorm", False):
+            traits = replace(traits, head_norms="all")
+    return traits

@@ -1,0 +1,228 @@
+"""A load on the cost model in milliseconds: the engine's rules without its bookkeeping.
+
+The step-by-step engine on the virtual clock is the reference (`simulator.py`); fitting parameters and scoring thousands
+of published points needs something faster. Here requests are only lengths and times. Prefill runs chunk by chunk like
+the engine's; between two events (an arrival, the end of a request, a full pool) every step is a pure decode with the
+same sequences, and all of them are taken at once.
+
+Two schedulers are known: `mixed` puts chunks of prompts beside decodes under a token budget (vLLM since V1, TensorRT-LLM
+with chunked context, this engine); otherwise prompts run in steps of their own, ahead of decodes (vLLM V0, SGLang).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbench.planner.cost import CostModel, StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler of an engine may put into a step, and the rows of its pool. `reserve`: a request begins only
+    where its last token has room too (TensorRT-LLM's default), so nothing is ever preempted."""
+
+    sequences: int = 256
+    batched_tokens: int = 2048
+    pool_tokens: int = 1 << 40
+    mixed: bool = True
+    reserve: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    """A request: when it comes, how long it is, and what became of it. `first_s` and `last_s` are None where it never
+    began."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    first_s: float | None = None
+    last_s: float | None = None
+    prompt: int = 0  # what must be computed before it decodes (again): more than the input after a preemption
+    computed: int = 0
+    made: int = 0
+    joined: int = 0  # decode steps that were over when it began to decode
+
+
+@dataclass(slots=True)
+class Forecast:
+    """What a load came to: its jobs, when the last one ended, and how many steps that took."""
+
+    jobs: list[Job]
+    end_s: float
+    steps: int
+    preemptions: int
+
+
+class Line:
+    """One replica at work on its jobs."""
+
+    def __init__(self, cost: CostModel, limits: Limits, jobs: Sequence[Job], concurrency: int | None) -> None:
+        self.cost = cost
+        self.limits = limits
+        self.jobs = list(jobs)
+        self.concurrency = concurrency
+        self.coming = deque(self.jobs)
+        self.waiting: deque[Job] = deque()
+        self.running: list[tuple[int, int, Job]] = []  # a heap by the decode step that ends it
+        self.order: list[Job] = []  # those that decode, in the order they joined
+        self.now = 0.0
+        self.clock = 0
+        self.steps = 0
+        self.rows = 0  # held by all that began
+        self.context = 0  # computed tokens of those that decode
+        self.preemptions = 0
+        self.pushed = 0
+        self.open = 0
+
+    def run(self) -> Forecast:
+        while True:
+            self._arrive()
+            if self.waiting and self._prefill():
+                continue
+            if self.running:
+                self._decode()
+            elif self.waiting:
+                self.waiting.popleft()  # it fits no empty pool
+                self.open -= 1
+            elif self.coming:
+                self.now = max(self.now, self.coming[0].arrival_s)
+            else:
+                return Forecast(self.jobs, self.now, self.steps, self.preemptions)
+
+    def _arrive(self) -> None:
+        while self.coming and (self.open < self.concurrency if self.concurrency else self._due(self.coming[0])):
+            job = self.coming.popleft()
+            if self.concurrency:
+                job.arrival_s = self.now
+            job.prompt = job.input_tokens
+            self.waiting.append(job)
+            self.open += 1
+
+    def _due(self, job: Job) -> bool:
+        return job.arrival_s <= self.now
+
+    def _prefill(self) -> bool:
+        """One step with prompts in it; False where no prompt may begin."""
+        limits, decodes = self.limits, 0
+        if limits.mixed and self.running:
+            self._room()
+            decodes = len(self.running)
+        budget = limits.batched_tokens - decodes
+        tokens = pairs = context = 0
+        whole: list[Job] = []
+        while self.waiting and budget > 0 and len(self.running) + len(whole) < limits.sequences:
+            job = self.waiting[0]
+            left = job.prompt - job.computed
+            if not job.computed and not self._fits(job, decodes):
+                break
+            if tokens and left > budget and not limits.mixed:
+                break
+            n = min(budget, left)
+            if not job.computed:
+                self.rows += self._need(job)
+            pairs += n * job.computed + n * (n + 1) // 2
+            job.computed += n
+            context += job.computed
+            tokens += n
+            budget -= n
+            if n < left:
+                break
+            whole.append(self.waiting.popleft())
+        if not tokens:
+            return False
+        held = self.context + decodes if decodes else 0
+        self.now += self.cost.seconds(StepWork(decodes, tokens, pairs + held, context + held, decodes + len(whole)))
+        self.steps += 1
+        if decodes:
+            self._advance(1)
+        for job in whole:
+            self._begin(job)
+        return True
+
+    def _need(self, job: Job) -> int:
+        return job.input_tokens + job.output_tokens if self.limits.reserve else job.prompt + 1
+
+    def _fits(self, job: Job, decodes: int) -> bool:
+        return self.rows + self._need(job) + decodes <= self.limits.pool_tokens
+
+    def _begin(self, job: Job) -> None:
+        if job.first_s is None:
+            job.first_s = self.now
+        job.made += 1
+        if job.made >= job.output_tokens:
+            job.last_s = self.now
+            self.rows -= self._need(job)
+            self.open -= 1
+            return
+        job.joined = self.clock
+        self.pushed += 1
+        self.context += job.prompt
+        heapq.heappush(self.running, (self.clock + job.output_tokens - job.made, self.pushed, job))
+        self.order.append(job)
+
+    def _advance(self, steps: int) -> None:
+        """`steps` tokens more for each that decodes; those that are whole end."""
+        sequences = len(self.running)
+        self.clock += steps
+        self.context += steps * sequences
+        if not self.limits.reserve:
+            self.rows += steps * sequences
+        while self.running and self.running[0][0] <= self.clock:
+            job = heapq.heappop(self.running)[2]
+            self._leave(job)
+            job.last_s = self.now
+            self.open -= 1
+
+    def _leave(self, job: Job) -> int:
+        """Give back what a decoding job holds; the tokens it made since it joined."""
+        made = self.clock - job.joined
+        self.context -= job.prompt + made
+        self.rows -= self._need(job) + (0 if self.limits.reserve else made)
+        return made
+
+    def _room(self) -> None:
+        """Make room for one row for each that decodes, by preempting the latest; one alone goes on as it may."""
+        if self.limits.reserve:
+            return
+        while self.rows + len(self.running) > self.limits.pool_tokens and len(self.running) > 1:
+            job = self.order.pop()
+            if job.last_s is not None:
+                continue
+            self.running = [entry for entry in self.running if entry[2] is not job]
+            heapq.heapify(self.running)
+            made = self._leave(job)
+            job.made += made
+            job.prompt += made
+            job.computed = 0
+            self.waiting.appendleft(job)
+            self.preemptions += 1
+
+    def _decode(self) -> None:
+        """All pure decode steps up to the next event."""
+        self._room()
+        sequences = len(self.running)
+        steps = self.running[0][0] - self.clock
+        spare = self.limits.pool_tokens - self.rows
+        if not self.limits.reserve and spare < steps * sequences:
+            steps = max(1, spare // sequences)
+        first = self._step(sequences, self.context + sequences)
+        if self.coming and not self.concurrency and sequences < self.limits.sequences:
+            steps = min(steps, max(1, math.ceil((self.coming[0].arrival_s - self.now) / first)))
+        last = self._step(sequences, self.context + steps * sequences) if steps > 1 else first
+        self.now += steps * (first + last) / 2  # linear in the context but where a bound changes
+        self.steps += steps
+        self._advance(steps)
+
+    def _step(self, sequences: int, context: int) -> float:
+        return self.cost.seconds(StepWork(sequences, 0, context, context, sequences))
+
+
+def forecast(cost: CostModel, limits: Limits, jobs: Sequence[Job], concurrency: int | None = None) -> Forecast:
+    """Run `jobs`, in order of arrival, or at most `concurrency` at once, each as soon as one ended."""
+    assert limits.sequences > 0 and limits.batched_tokens > 0 and limits.pool_tokens > 0, limits
+    return Line(cost, limits, jobs, concurrency).run()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from kvbench.cli.manifest import lengths
 from kvbench.cli.progress import clock
 from kvbench.cli.server import described
 from kvbench.metrics.precision import FEWEST_REPEATS
+from kvbench.metrics.records import SIMULATED
 from kvbench.workloads.arrivals import TRACE
 from kvbench.workloads.client import PATIENCE_S
 
@@ -79,8 +81,9 @@ def announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
     fewer = "  (fewer repeats, but two, where time runs short; --repeats sets your own)"
     if job.config.until_ci is not None:
         fewer = f"  (fewer repeats, but {FEWEST_REPEATS}, once each interval is within ± {job.config.until_ci:.4g})"
-    elif job.config.repeats:
+    elif job.config.repeats or job.machine.patience_s == math.inf:
         fewer = ""
     took = clock(sum(guesses_s[cell.id] for cell in job.cells))
+    took += " to compute" if job.machine.evidence == SIMULATED else ""
     line = f"{'plan':>14}  {len(job.cells)} cell{'s' * (len(job.cells) > 1)} = {grid}, about {took}{fewer}"
     say.print(line, markup=False, soft_wrap=True)

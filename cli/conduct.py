@@ -30,6 +30,7 @@ from kvbench.cli.resume import Continuation, take_up
 from kvbench.cli.stack import SERVER
 from kvbench.engine.environment import cpu_in_use, find_device, unusable_gpu, versions
 from kvbench.errors import KvbenchError
+from kvbench.metrics.records import SIMULATED, Run
 from kvbench.metrics.store import RunFolder, refuse_used
 
 if TYPE_CHECKING:
@@ -104,9 +105,15 @@ def _continued(past: Continuation, config: SweepConfig, dry_run: bool) -> RunFol
             return folder
         say.print(f"{'resume':>14}  {folder.path}: {past.done} cells done, {len(past.left)} to go", markup=False)
         past.check(environment=versions())
-        past.check(device=find_device(config.device).facts())
+        if config.card is None:  # a real device is known before anything is loaded on it
+            past.check(device=find_device(config.device).facts())
         job = past.job(_prepared(past.pinned(config), say))
-        past.check(model=job.machine.model_facts(), kv=kv_facts(job), server=server_facts(job))
+        past.check(
+            device=job.machine.device_facts(),
+            model=job.machine.model_facts(),
+            kv=kv_facts(job),
+            server=server_facts(job),
+        )
         for difference in past.forced:
             say.print(
                 f"kvbench: {difference}; going on because of --force", style="bold red", markup=False, soft_wrap=True
@@ -141,6 +148,10 @@ def _check_output(output: Path | None) -> None:
 
 
 def _prepared(config: SweepConfig, say: Console) -> Job:
+    if config.card is not None:  # its time does not hang on who else uses this machine
+        from kvbench.cli.job import prepare
+
+        return prepare(config)
     others = _mind_others()
     with say.status("loading torch and the model"):
         from kvbench.cli.job import prepare
@@ -156,8 +167,10 @@ def _prepared(config: SweepConfig, say: Console) -> Job:
 
 
 def _warmed_up(job: Job, say: Console) -> tuple[float | None, dict[str, float]]:
-    from kvbench.cli.warm import warm_up
+    from kvbench.cli.warm import rehearse, warm_up
 
+    if job.machine.evidence == SIMULATED:
+        return None, rehearse(job)
     with say.status("warming up"):
         return warm_up(job)
 
@@ -209,7 +222,7 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
             row, run = measure(job, cell, progress.watch)
             known = dict.fromkeys(once) if cell.variant.backend == SERVER else once
             folder.write_cell(cell.id, row | known, run)
-            progress.finish(cell, _said(row))
+            progress.finish(cell, _said(row, run))
     except KeyboardInterrupt:
         interrupted = True
         folder.catch_up()
@@ -217,7 +230,7 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
         progress.stop()
         if share is not None:
             folder.update_manifest(until_ci=until.outcome(folder, share))
-        end_session(folder, interrupted=interrupted)
+        end_session(job, folder, interrupted=interrupted)
     if interrupted:
         say.print(f"kvbench: the same command with --resume --output {folder.path} measures the rest", markup=False)
 
@@ -234,10 +247,11 @@ def _precise(folder: RunFolder, cell: Cell, share: float) -> bool:
     return True
 
 
-def _said(row: dict[str, Any]) -> str:
+def _said(row: dict[str, Any], run: Run | None) -> str:
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
     if (speed := row["output_tokens_per_s"]) is None:
         return "ok"
     together = f", {row['peak_running']} at once" if row["peak_running"] is not None else ""
-    return f"{speed:.0f} out tok/s{together}"
+    computed = f", {run.end_s:.1f} s simulated" if run and row["evidence"] == SIMULATED else ""
+    return f"{speed:.0f} out tok/s{together}{computed}"

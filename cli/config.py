@@ -22,6 +22,7 @@ from kvbench.workloads.options import LARGEST, choice
 MOST_REPEATS = 1000
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
+PATHS_OF_FILES = ("dataset_path", "gpu_file")
 SIM = "sim:"
 """How the name of a device begins that is only computed."""
 FORMATS = ("table", "markdown", "csv", "json")
@@ -73,6 +74,7 @@ class SweepConfig(LoadConfig):
     device: str | None = None
     tp: int = 1
     kv_dtype: str = "auto"
+    gpu_file: Path | None = None
     kv_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
@@ -207,6 +209,8 @@ class SweepConfig(LoadConfig):
                 raise KvbenchError(
                     f"--kv-dtype {self.kv_dtype} is for computed cards only; add --device {SIM}CARD or drop it"
                 )
+            if self.gpu_file is not None:
+                raise KvbenchError(f"--gpu-file describes cards to compute; add --device {SIM}CARD or drop it")
             return
         where = f"--device {self.device} computes how long steps take, not their tokens"
         if self.target is not None:
@@ -222,7 +226,8 @@ class SweepConfig(LoadConfig):
         """As `run.json` keeps it: strict JSON values."""
         kept = asdict(self)
         kept["slos"] = [str(slo) for slo in self.slos]
-        kept["dataset_path"] = None if self.dataset_path is None else str(self.dataset_path)
+        for name in PATHS_OF_FILES:
+            kept[name] = None if kept[name] is None else str(kept[name])
         kept["metadata"] = dict(self.metadata)
         return kept
 
@@ -233,8 +238,8 @@ class SweepConfig(LoadConfig):
         for name, kind in NOUNS.items():
             if known[name] is not None:
                 known[name] = tuple(kind.of(item) for item in known[name])
-        path = known.get("dataset_path")
-        known["dataset_path"] = None if path is None else Path(path)
+        for name in PATHS_OF_FILES:
+            known[name] = None if known.get(name) is None else Path(known[name])
         known["cache_salts"] = tuple(known.get("cache_salts", ("",)))
         known["slos"] = parse_slos(known["slos"])
         known["metadata"] = tuple(known["metadata"].items())

@@ -52,7 +52,7 @@ def find_limits(job: Job, folder: RunFolder, cold_s: float | None, say: Console)
         folder.update_manifest(cells=[cell for cell in folder.manifest["cells"] if cell["id"] in stored])
         folder.catch_up()
     finally:
-        end_session(folder, interrupted=interrupted)
+        end_session(job, folder, interrupted=interrupted)
 
 
 def _searches(job: Job) -> list[tuple[Variant, Context]]:

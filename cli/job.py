@@ -22,10 +22,8 @@ from kvbench.workloads.grid import Cell, cells
 from kvbench.workloads.load import ClosedLoop, OpenLoop, declared_tokens, draw_requests
 from kvbench.workloads.traces import TRACES
 
-REPEATS = 6
 FEWEST_REPEATS = 2
-"""Without a word from the user a sweep has six repeats (an even number, so that neither backend comes first more
-often), or as many as its machine has patience for, but never less than two: one repeat proves nothing."""
+"""Without a word from the user: one repeat proves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ def prepare(config: SweepConfig) -> Job:
         config.overflow == "truncate",
         config.request_timeout_s,
     )
-    repeats = config.repeats or (1 if config.find else REPEATS_CAP if config.until_ci else REPEATS)
+    repeats = config.repeats or (1 if config.find else REPEATS_CAP if config.until_ci else machine.repeats)
     contexts = fill_contexts(config, machine.kind)
     plan = cells(config.variants, config.loads or machine.loads, contexts, repeats, config.seed)
     ignore_eos = config.dataset != "jsonl" if config.ignore_eos is None else config.ignore_eos

@@ -26,8 +26,9 @@ SWAP_BYTES, SWAP_SHARE = 4 * 2**30, 0.25
 """Without a word from the user rows are swapped to so much host memory, but to no more than this share of what is
 available."""
 
-PATIENCE_S = 155.0
-"""Without a word from the user a sweep has as many repeats as fit this time."""
+REPEATS, PATIENCE_S = 6, 155.0
+"""Without a word from the user a sweep has six repeats (an even number, so that neither backend comes first more
+often), or as many as fit this time."""
 
 
 class Owned:
@@ -37,6 +38,7 @@ class Owned:
     evidence = MEASURED
     attention = "torch"
     tp = 1
+    repeats = REPEATS
     patience_s = PATIENCE_S
     price = None
 

@@ -27,6 +27,10 @@ def sweep(
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", help="Cards that share the model; computed ones only.")
     ] = 1,
+    gpu_file: Annotated[
+        Path | None,
+        typer.Option(help="Your own cards for sim:CARD: TOML or CSV, with the fields of planner/gpus.toml."),
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV budget, the same for each backend, as 4GiB.")] = None,
     kv_dtype: Annotated[
         str, typer.Option(help="Of the KV cache: auto (as --dtype) | fp8, of computed cards.")
@@ -168,6 +172,7 @@ def sweep(
         dtype=flags.parse_dtype(dtype),
         device=flags.parse_device(device),
         tp=tp,
+        gpu_file=gpu_file,
         kv_dtype=choice(kv_dtype, flags.KV_DTYPES, "--kv-dtype"),
         kv_bytes=None if kv_memory is None else flags.parse_bytes(kv_memory, "--kv-memory"),
         gpu_memory_utilization=gpu_memory_utilization,

@@ -1,10 +1,11 @@
 """Before the first cell: every variant is tried, so that none pays for what happens once, and how long the cells will
-take is guessed from that."""
+take is guessed from that. On a card that is only computed nothing happens once; it is tried for the guess alone."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -36,6 +37,10 @@ class Pace:
         return self.alone_s + max(0.0, slope) * (sequences - 1)
 
 
+SHORT, LONG = 8, 64
+"""Tokens of an answer that is tried: enough for a pace; enough that little but answers counts."""
+
+
 def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
     """Serve a few short answers through every variant at its largest load, so that no cell pays for what happens once.
 
@@ -48,7 +53,7 @@ def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
         variant = cell.variant
         if variant in paces:
             continue
-        requests = _short(job, variant)
+        requests = _short(job, variant, SHORT)
         first = _try(job, variant, [replace(requests[0], n=1)])  # alone, without siblings
         local = variant.backend != SERVER and all(past.backend == SERVER for past in paces)
         if local and first is not None and first.requests[0].first_s is not None:
@@ -62,19 +67,36 @@ def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
     return cold_s, {cell.id: _guess(job, cell, paces[cell.variant], asked[_point(cell)]) for cell in job.cells}
 
 
+def rehearse(job: Job) -> dict[str, float]:
+    """How long it will take to compute each cell, in the time of this machine, not of the card: from a few answers of
+    each variant."""
+    token_s: dict[Variant, float] = {}
+    for variant in dict.fromkeys(cell.variant for cell in job.cells):
+        requests = _short(job, variant, LONG)
+        began_s = time.perf_counter()
+        _try(job, variant, requests)
+        tokens = sum((one.output_tokens or 1) * one.n for one in requests)
+        token_s[variant] = (time.perf_counter() - began_s) / tokens
+    answers: dict[tuple[LoadPoint, Context], int] = {}
+    for cell in job.cells:
+        if _point(cell) not in answers:
+            answers[_point(cell)] = Asked.by(job.requests(cell)).answers
+    return {cell.id: token_s[cell.variant] * answers[_point(cell)] * cell.context.samples for cell in job.cells}
+
+
 def _point(cell: Cell) -> tuple[LoadPoint, Context]:
     """What a cell's time hangs on beside its variant. Seeds change it little, and samples answer the same prompts."""
     return cell.load, cell.context.single
 
 
-def _short(job: Job, variant: Variant) -> list[Request]:
+def _short(job: Job, variant: Variant, longest: int) -> list[Request]:
     """The first requests of the variant's largest load, as many as it has users (about 16 answers at most, or as many
-    warm-ups as were asked for), each for a few tokens."""
+    warm-ups as were asked for), each for `longest` tokens at most."""
     mine = [cell for cell in job.cells if cell.variant == variant]
     cell = max(mine, key=lambda cell: (cell.load.size * cell.context.samples, cell.context.size))
     count = max(job.config.warmups, min(cell.load.concurrency or 16, -(-16 // cell.context.samples)))
     return [
-        replace(request, scheduled_s=0.0, output_tokens=min(8, request.output_tokens or request.max_tokens))
+        replace(request, scheduled_s=0.0, output_tokens=min(longest, request.output_tokens or request.max_tokens))
         for request in [request for request in job.requests(cell) if not request.turn][:count]
     ]
 

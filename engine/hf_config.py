@@ -7,13 +7,15 @@ is an error that names the field and the nearest there is. Standard library only
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvbench.engine.parameters import FAMILIES, Traits
 from kvbench.engine.quantisation import read_quantisation
-from kvbench.engine.shapes import ModelShape
+from kvbench.engine.shapes import SHAPES, ModelShape, unknown_model
 from kvbench.errors import KvbenchError
 
 STATE = "its layers keep a state, not a KV cache"
@@ -129,6 +131,28 @@ SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
 
 ODD = {"opt": {"do_layer_norm_before": True, "enable_bias": True}, "deepseek_v2": {"attention_bias": False}}
 """Values that the counts rely on."""
+
+
+def load_shape(name: str) -> ModelShape:
+    """The shape of a built-in name, of the hub name a built-in one comes from, of a folder or of a `config.json`."""
+    path = Path(name).expanduser()
+    if name.strip() and (path.is_dir() or path.suffix == ".json"):
+        file = path / "config.json" if path.is_dir() else path
+        own = (file.parent if file.name == "config.json" else file).resolve()
+        return replace(read_config(_json(file), str(file)), name=own.name, source=str(file))
+    for shape in SHAPES:
+        if name.strip().lower() in (shape.name.lower(), shape.source.lower()):
+            return shape
+    raise unknown_model(name)
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KvbenchError(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise KvbenchError(f"{file} is not JSON: {error}") from error
 
 
 def read_config(config: Mapping[str, Any], name: str) -> ModelShape:

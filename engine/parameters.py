@@ -140,14 +140,18 @@ def count_parts(shape: ModelShape, tp: int = 1) -> dict[str, Part]:
     }
 
 
+def sharing(shape: ModelShape) -> list[int]:
+    """Numbers of cards that can share the heads: queries evenly, keys and values evenly or a whole number of times."""
+    fitting = [cards for cards in range(1, shape.heads + 1) if not shape.heads % cards]
+    return [cards for cards in fitting if not (shape.kv_heads % cards and cards % shape.kv_heads)]
+
+
 def split_heads(shape: ModelShape, tp: int) -> tuple[int, int]:
     """Query heads and kv heads of one of `tp` cards. KvbenchError where they cannot be shared out evenly."""
-    if tp < 1 or shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
-        fitting = [n for n in range(1, shape.heads + 1) if not shape.heads % n]
-        fitting = [n for n in fitting if not (shape.kv_heads % n and n % shape.kv_heads)]
+    if tp not in sharing(shape):
         raise KvbenchError(
             f"{shape.name} has {shape.heads} heads and {shape.kv_heads} of keys and values, which {tp} cards cannot "
-            f"share evenly; choose --tp among {', '.join(map(str, fitting))}"
+            f"share evenly; choose --tp among {', '.join(map(str, sharing(shape)))}"
         )
     return shape.heads // tp, max(1, shape.kv_heads // tp)
 

@@ -8,7 +8,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -53,7 +53,7 @@ class Card:
     memory_bytes: int
     memory_source: str
     bandwidth_bytes_per_s: float
-    flops_per_s: Mapping[str, float]
+    flops_per_s: Mapping[str, float] = field(hash=False)
     link: str = ""
     link_bytes_per_s: float | None = None
     tdp_w: float | None = None

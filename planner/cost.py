@@ -115,13 +115,31 @@ class CostModel:
         if not sequences:
             return np.zeros(steps)
         contexts = context_tokens + sequences * np.arange(1.0, steps + 1.0)
-        flat = self._flat(sequences, sequences)
         seen = contexts
         if self.sliding_share:
             within = np.minimum(contexts, float(self.window * sequences))
             seen = (1.0 - self.sliding_share) * contexts + self.sliding_share * within
-        card = flat + np.maximum(self.context_s * seen, self.pair_s * seen)
+        card = self._flat(sequences, sequences) + np.maximum(self.context_s * seen, self.pair_s * seen)
         return np.asarray(np.maximum(card, self.host_s) + self.sequence_s * sequences)
+
+    def seconds_of(self, works: np.ndarray) -> np.ndarray:
+        """Seconds of many steps that move nothing: `float64 [5, steps]`, in the order of StepWork's first five fields,
+        to `float64 [steps]`; step by step what `seconds` gives."""
+        import numpy as np
+
+        decodes, prefill, pairs, context, sampled = works
+        tokens = decodes + prefill
+        streamed = np.full_like(tokens, self.dense_s)
+        if self.experts:
+            streamed += self.expert_s * self.experts * (1.0 - self.expert_miss**tokens)
+        flat = np.maximum(streamed, self.token_s * tokens + self.sampled_s * sampled)
+        flat += self.fixed_s + self.reduced_token_s * tokens
+        if self.sliding_share:
+            whole, within = 1.0 - self.sliding_share, np.maximum(np.maximum(decodes, sampled), 1.0)
+            context = whole * context + self.sliding_share * np.minimum(context, self.window * within)
+            pairs = whole * pairs + self.sliding_share * np.minimum(pairs, self.window * tokens)
+        card = flat + np.maximum(self.context_s * context, self.pair_s * pairs)
+        return np.asarray(np.maximum(card, self.host_s) + self.sequence_s * decodes)
 
     def _flat(self, tokens: int, sampled: int) -> float:
         """All on the card that does not depend on the context."""
@@ -194,8 +212,8 @@ def _weights(shape: ModelShape, number: Format, tp: int) -> tuple[float, float, 
     parts = shape.parts(tp)
     own = 16.0 if number.experts_only else number.bits
     dense = sum(parts[name].matrices for name in MATRICES)
-    router = parts[ROUTER].parameters
+    router, norms = parts[ROUTER].parameters, parts[NORMS].parameters
     head = shape.vocab * shape.hidden / tp
     expert = parts[EXPERTS].matrices / shape.experts if shape.experts else 0.0
-    streamed = (dense * own + (router + head + parts[NORMS].parameters) * 16.0) / 8
+    streamed = (dense * own + (router + head + norms) * 16.0) / 8
     return streamed, expert * number.bits / 8, float(dense + router), expert * shape.experts_per_token

@@ -50,7 +50,7 @@ PARAMETERS = (
     Parameter("host_layer_s", 60e-6, 0.5, (("generation", 0.6), ("generation card", 0.4))),
     Parameter("sequence_s", 15e-6, 0.7, (("generation load", 0.8), ("engine card", 0.5), ("engine card load", 0.5))),
     Parameter("link_s", 8e-6, 0.5, (("link", 0.5), ("generation card", 0.4))),
-    Parameter("request_s", 5e-3, 0.8, (("group", 0.8), ("engine card", 0.5))),
+    Parameter("request_s", 5e-3, 0.8, (("group", 0.8), ("engine card", 0.5), ("engine card parallel", 0.5))),
 )
 
 
@@ -66,6 +66,7 @@ def level_of(level: str, configuration: Configuration, situation: Situation) -> 
         "group": configuration.group,
         "load": "offline" if configuration.load == "offline" else "served",
         "moe": moe,
+        "parallel": "one" if situation.tp == 1 else "several",
     }
     if level.startswith("moe") and moe == "dense":
         return ""

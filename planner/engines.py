@@ -24,7 +24,8 @@ LARGE_CARD_BYTES = 70 * 2**30
 class EngineRules:
     """`mixed`, `reserve` as in `forecast.Limits`; `sequences` and `batched_tokens` are defaults, the `large_` ones on
     cards of 70 GiB and more that are no A100; `memory_share` of the card's memory is the engine's, or with
-    `of_the_rest` of what the weights leave; `kv_bits` of keys and values where weights have 8 or 4 native bits."""
+    `of_the_rest` of what the weights leave; `whole_prompts`: a step takes the longest prompt whole; `kv_bits` of keys and values where weights
+    have 8 or 4 native bits; for so many sequences logits are kept at once, which memory is put aside for."""
 
     generation: str
     mixed: bool
@@ -36,6 +37,8 @@ class EngineRules:
     memory_share: float
     of_the_rest: bool
     kv_bits: int
+    whole_prompts: bool = False
+    sampled_at_once: int = 256
 
     def sequence_limit(self, card: Card) -> int:
         return self.large_sequences if _large(card) else self.sequences

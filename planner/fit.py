@@ -2,7 +2,8 @@
 
 Every metric of every configuration is predicted by running its load on the cost model; its derivative by each of the
 nine parameters is a second run with that parameter 5 % higher, and effects follow by the chain rule, since a parameter's
-logarithm is a sum of them. Priors are rows of the same least squares. Large residuals count less (Huber).
+logarithm is a sum of them. Priors are rows of the same least squares. Residuals are taken to follow Student's t, so a row
+that nothing explains counts little.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 STEP = 0.05
-HUBER = 2.0
+FREEDOM = 4.0
 NOISE = {
     "decode_step_ms": 0.06,
     "prompt_step_ms": 0.1,
@@ -118,7 +119,7 @@ def solve(
     for case, off, by in zip(cases, residual, slope, strict=True):
         noise = np.array([NOISE[metric] for metric, _ in case.measured])
         size = np.abs(off) / noise
-        weight = np.minimum(1.0, HUBER / np.maximum(size, 1e-9)) / noise**2
+        weight = (FREEDOM + 1) / (FREEDOM + size**2) / noise**2
         columns, rows = [], []
         for j, parameter in enumerate(PARAMETERS):
             for part in case.names[parameter.name]:
@@ -133,12 +134,11 @@ def solve(
 
 
 def objective(cases: Sequence[Case], effects: Effects, residual: Sequence[np.ndarray]) -> float:
-    """Penalised Huber loss, which every accepted step lowers."""
+    """Penalised loss, which every accepted step lowers."""
     loss = 0.0
     for case, off in zip(cases, residual, strict=True):
         for (metric, _), value in zip(case.measured, off, strict=True):
-            size = abs(float(value)) / NOISE[metric]
-            loss += size**2 / 2 if size < HUBER else HUBER * (size - HUBER / 2)
+            loss += (FREEDOM + 1) / 2 * math.log1p((float(value) / NOISE[metric]) ** 2 / FREEDOM)
     widths = {parameter.name: parameter for parameter in PARAMETERS}
     return loss + sum((value / width_of(widths[name], part)) ** 2 / 2 for (name, part), value in effects.items())
 

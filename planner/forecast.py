@@ -16,8 +16,15 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvbench.planner.cost import CostModel, StepWork
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Work = tuple[int, int, int, int, int]
+"""The first five fields of StepWork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +53,62 @@ class Job:
     computed: int = 0
     made: int = 0
     joined: int = 0  # decode steps that were over when it began to decode
+    opened_by: int = 0  # how many stretches were over when it came, had its first and its last token
+    first_by: int = 0
+    last_by: int = 0
 
 
 @dataclass(slots=True)
 class Forecast:
-    """What a load came to: its jobs, when the last one ended, and how many steps that took."""
+    """What a load came to: its jobs, when the last one ended, and the stretches of steps it took. A stretch is a number
+    of steps and the work of its first and of its last one."""
 
     jobs: list[Job]
     end_s: float
     steps: int
     preemptions: int
+    stretches: list[tuple[int, Work, Work]]
+
+    def times(self) -> np.ndarray:
+        """Arrival, first and last token of the jobs that have them: `float64 [3, jobs]`."""
+        import numpy as np
+
+        done = [(j.arrival_s, j.first_s, j.last_s) for j in self.jobs if j.last_s is not None and j.first_s is not None]
+        return np.array(done).T.reshape(3, -1)
+
+
+@dataclass(slots=True)
+class Replay:
+    """A load whose order of steps no step's time changes (all at once, or by concurrency), ready for any cost model."""
+
+    counts: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    events: np.ndarray
+    outputs: np.ndarray
+    inputs: np.ndarray
+
+    @classmethod
+    def of(cls, done: Forecast) -> Replay:
+        import numpy as np
+
+        counts, first, last = zip(*done.stretches, strict=True)
+        whole = [job for job in done.jobs if job.last_s is not None]
+        return cls(
+            np.array(counts, dtype=float),
+            np.array(first, dtype=float).T,
+            np.array(last, dtype=float).T,
+            np.array([(job.opened_by, job.first_by, job.last_by) for job in whole]).T.reshape(3, -1),
+            np.array([job.output_tokens for job in whole], dtype=float),
+            np.array([job.input_tokens for job in whole], dtype=float),
+        )
+
+    def times(self, cost: CostModel) -> np.ndarray:
+        """As `Forecast.times` would have it under `cost`."""
+        import numpy as np
+
+        seconds = self.counts * (cost.seconds_of(self.first) + cost.seconds_of(self.last)) / 2
+        return np.asarray(np.concatenate(([0.0], np.cumsum(seconds)))[self.events])
 
 
 class Line:
@@ -76,6 +129,7 @@ class Line:
         self.rows = 0  # held by all that began
         self.context = 0  # computed tokens of those that decode
         self.preemptions = 0
+        self.stretches: list[tuple[int, Work, Work]] = []
         self.pushed = 0
         self.open = 0
 
@@ -92,13 +146,14 @@ class Line:
             elif self.coming:
                 self.now = max(self.now, self.coming[0].arrival_s)
             else:
-                return Forecast(self.jobs, self.now, self.steps, self.preemptions)
+                return Forecast(self.jobs, self.now, self.steps, self.preemptions, self.stretches)
 
     def _arrive(self) -> None:
         while self.coming and (self.open < self.concurrency if self.concurrency else self._due(self.coming[0])):
             job = self.coming.popleft()
             if self.concurrency:
                 job.arrival_s = self.now
+                job.opened_by = len(self.stretches)
             job.prompt = job.input_tokens
             self.waiting.append(job)
             self.open += 1
@@ -136,8 +191,8 @@ class Line:
         if not tokens:
             return False
         held = self.context + decodes if decodes else 0
-        self.now += self.cost.seconds(StepWork(decodes, tokens, pairs + held, context + held, decodes + len(whole)))
-        self.steps += 1
+        work = (decodes, tokens, pairs + held, context + held, decodes + len(whole))
+        self._pass(1, work, work)
         if decodes:
             self._advance(1)
         for job in whole:
@@ -153,11 +208,11 @@ class Line:
     def _begin(self, job: Job) -> None:
         if job.first_s is None:
             job.first_s = self.now
+            job.first_by = len(self.stretches)
         job.made += 1
         if job.made >= job.output_tokens:
-            job.last_s = self.now
+            self._close(job)
             self.rows -= self._need(job)
-            self.open -= 1
             return
         job.joined = self.clock
         self.pushed += 1
@@ -175,8 +230,7 @@ class Line:
         while self.running and self.running[0][0] <= self.clock:
             job = heapq.heappop(self.running)[2]
             self._leave(job)
-            job.last_s = self.now
-            self.open -= 1
+            self._close(job)
 
     def _leave(self, job: Job) -> int:
         """Give back what a decoding job holds; the tokens it made since it joined."""
@@ -210,16 +264,30 @@ class Line:
         spare = self.limits.pool_tokens - self.rows
         if not self.limits.reserve and spare < steps * sequences:
             steps = max(1, spare // sequences)
-        first = self._step(sequences, self.context + sequences)
+        first = self._work(sequences, 1)
         if self.coming and not self.concurrency and sequences < self.limits.sequences:
-            steps = min(steps, max(1, math.ceil((self.coming[0].arrival_s - self.now) / first)))
-        last = self._step(sequences, self.context + steps * sequences) if steps > 1 else first
-        self.now += steps * (first + last) / 2  # linear in the context but where a bound changes
-        self.steps += steps
+            step = self.cost.seconds(StepWork(*first))
+            steps = min(steps, max(1, math.ceil((self.coming[0].arrival_s - self.now) / step)))
+        self._pass(steps, first, self._work(sequences, steps))
         self._advance(steps)
 
-    def _step(self, sequences: int, context: int) -> float:
-        return self.cost.seconds(StepWork(sequences, 0, context, context, sequences))
+    def _work(self, sequences: int, step: int) -> Work:
+        context = self.context + step * sequences
+        return sequences, 0, context, context, sequences
+
+    def _pass(self, steps: int, first: Work, last: Work) -> None:
+        """Let the time of some steps pass: linear in the context but where a bound changes on the way."""
+        seconds = self.cost.seconds(StepWork(*first))
+        if steps > 1:
+            seconds = steps * (seconds + self.cost.seconds(StepWork(*last))) / 2
+        self.now += seconds
+        self.steps += steps
+        self.stretches.append((steps, first, last))
+
+    def _close(self, job: Job) -> None:
+        job.last_s = self.now
+        job.last_by = len(self.stretches)
+        self.open -= 1
 
 
 def forecast(cost: CostModel, limits: Limits, jobs: Sequence[Job], concurrency: int | None = None) -> Forecast:

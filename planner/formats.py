@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvbench.engine.parameters import EXPERTS
+from kvbench.engine.quantisation import LINEAR, Quantisation
 from kvbench.errors import KvbenchError
 
 if TYPE_CHECKING:
@@ -27,6 +29,13 @@ class Format:
     compute: str
     kind: str
     experts_only: bool = False
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """How the weights are stored; None: as they are, in 16 bits."""
+        if self.kind == "plain":
+            return None
+        return Quantisation(self.kind, self.bits, frozenset({EXPERTS}) if self.experts_only else LINEAR)
 
 
 FORMATS = (

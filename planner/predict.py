@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate, repeat
@@ -20,11 +20,14 @@ from kvbench.errors import KvbenchError
 from kvbench.planner.catalog import Card, find_card
 from kvbench.planner.cost import CostModel, StepParameters, StepWork, cost_model
 from kvbench.planner.engines import EngineRules, find_engine
-from kvbench.planner.forecast import Forecast, Job, Limits, forecast
+from kvbench.planner.forecast import Job, Limits, Replay, forecast
 from kvbench.planner.formats import Format, find_format, native
+from kvbench.planner.memory import Serving, plan_memory
 from kvbench.planner.published import Configuration, Settings
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvbench.engine.shapes import ModelShape
 
 
@@ -85,52 +88,52 @@ def look_up(configuration: Configuration, settings: Settings) -> Situation:
     except KvbenchError as error:
         raise Refused("cards", str(error)) from None
     kv_bytes = 1 if engine.kv_bits == 8 and native(card, number) and number.kind in ("fp8", "fp4") else 2
-    limits = _limits(card, shape, number, engine, configuration, settings, kv_bytes)
+    shape = replace(shape, quantisation=number.quantisation)
+    limits = _limits(card, shape, engine, configuration, settings, kv_bytes)
     return Situation(card, shape, number, engine, configuration.tp, limits, kv_bytes)
 
 
-GIB = 2**30
-ACTIVATION_BYTES = 0.5 * GIB
-ACTIVATION_BYTES_PER_TOKEN = 0.55 * GIB / 1024
-"""Activations of the largest step: 4.8 GiB at 8192 tokens (Llama-3.1-8B on an H100), 1.1 GiB at 2048 on an RTX 4090."""
+LINK_BYTES = 1 << 30
+"""Buffers of each card for all-reduces."""
+
+LEAST_POOL = 0.03
+"""A published run did serve its load: where the arithmetic leaves next to nothing, it had this share of the card."""
 
 
 def _limits(
     card: Card,
     shape: ModelShape,
-    number: Format,
     engine: EngineRules,
     configuration: Configuration,
     settings: Settings,
     kv_bytes: int,
 ) -> Limits:
+    """What the engine lets into a step, and the pool that the exact memory arithmetic leaves."""
     assert configuration.tp and configuration.input_tokens and configuration.output_tokens
     longest = math.ceil(configuration.input_tokens + configuration.output_tokens)
     batched = settings.batched_tokens or engine.token_limit(card)
-    if not engine.mixed and engine.generation != "sglang":
+    if engine.whole_prompts:
         batched = max(batched, longest)
-    weights = weight_bytes(shape, number, configuration.tp)
-    share = settings.memory_share or engine.memory_share
-    activations = ACTIVATION_BYTES + ACTIVATION_BYTES_PER_TOKEN * min(batched, 8192) / 2
-    if engine.of_the_rest:
-        room = share * (card.memory_bytes - weights - activations)
-    else:
-        room = share * card.memory_bytes - weights - activations
-    row = shape.kv_bytes_per_token(kv_bytes, configuration.tp) * (1.0 - shape.sliding_layers / shape.layers)
-    pool = int(room / row) if room > 0 else 0
-    if pool < longest:
-        raise Refused("memory", f"{shape.name} leaves room for {pool} tokens on {configuration.tp} x {card.name}")
     sequences = settings.sequences or engine.sequence_limit(card)
-    return Limits(sequences, batched, pool, engine.mixed, engine.reserve)
-
-
-def weight_bytes(shape: ModelShape, number: Format, tp: int) -> float:
-    """Bytes of weights on each card, in the number format's bits."""
-    total = 0.0
-    for name, part in shape.parts(tp).items():
-        quantised = name in ("experts",) or (name in ("attention", "dense", "shared") and not number.experts_only)
-        total += part.matrices * (number.bits if quantised else 16.0) / 8 + part.vectors * 2
-    return total
+    share = settings.memory_share or engine.memory_share
+    memory = plan_memory(
+        shape,
+        card,
+        Serving(
+            kv_dtype="fp8" if kv_bytes == 1 else "bfloat16",
+            tp=configuration.tp,
+            gpu_memory_utilization=1.0 if engine.of_the_rest else share,
+            max_batched_tokens=batched,
+            max_sequences=min(sequences, engine.sampled_at_once),
+        ),
+    )
+    left = memory.left_bytes - (LINK_BYTES if configuration.tp > 1 else 0)
+    room = max(left * (share if engine.of_the_rest else 1.0), LEAST_POOL * card.memory_bytes)
+    whole = 1.0 - shape.sliding_layers / shape.layers  # engines free what slid out of a window
+    pool = int(room / (memory.kv_bytes_per_token * whole))
+    if memory.term("weights").bytes >= card.memory_bytes:
+        raise Refused("memory", f"the weights of {shape.name} do not fit on {configuration.tp} x {card.name}")
+    return Limits(sequences, batched, max(pool, longest), engine.mixed, engine.reserve)
 
 
 @cache
@@ -172,8 +175,8 @@ def lengths(mean: float, cv: float, longest: int, count: int, stream: str) -> tu
     return tuple(values)
 
 
-MOST_REQUESTS = 1000
-STEADY_S = 60.0
+MOST_REQUESTS = 600
+STEADY_S = 40.0
 
 
 def jobs_of(configuration: Configuration, settings: Settings) -> list[Job]:
@@ -185,7 +188,7 @@ def jobs_of(configuration: Configuration, settings: Settings) -> list[Job]:
     if not count:
         count = {"rate": math.ceil(value * STEADY_S), "closed": math.ceil(8 * value), "offline": 1000}[load]
         count = max(count, 100 if load != "closed" else 8)
-    count = min(count, 2000 if configuration.requests else MOST_REQUESTS)
+    count = min(count, 2000) if configuration.requests or settings.requests else min(count, MOST_REQUESTS)
     inputs = lengths(configuration.input_tokens, drawn.cv_input, 1 << 30, count, "inputs")
     outputs = lengths(configuration.output_tokens, drawn.cv_output, drawn.longest_output, count, "outputs")
     times: Iterable[float] = repeat(0.0, count)
@@ -218,9 +221,22 @@ def metrics_of(
     )
     if configuration.load == "batch":
         return _step_metrics(configuration, cost)
+    jobs = jobs_of(configuration, settings)
+    if configuration.load == "rate":
+        done = forecast(cost, situation.limits, jobs)
+        whole = [job for job in done.jobs if job.last_s is not None]
+        inputs, outputs = [job.input_tokens for job in whole], [job.output_tokens for job in whole]
+        return _load_metrics(done.times(), inputs, outputs, request_s)
+    replay = _replay(configuration, settings, situation.limits)
+    return _load_metrics(replay.times(cost), replay.inputs, replay.outputs, request_s)
+
+
+@cache
+def _replay(configuration: Configuration, settings: Settings, limits: Limits) -> Replay:
+    """The steps of a load that no step's time changes, which need not be found twice."""
     concurrency = round(configuration.load_value or 1) if configuration.load == "closed" else None
-    done = forecast(cost, situation.limits, jobs_of(configuration, settings), concurrency)
-    return _load_metrics(done, request_s)
+    unit = CostModel(*[1.0] * 10, host_s=0.0, sequence_s=0.0, experts=0, expert_miss=0.0, window=0, sliding_share=0.0)
+    return Replay.of(forecast(unit, limits, jobs_of(configuration, settings), concurrency))
 
 
 def sustained_per_s(configuration: Configuration, situation: Situation, cost: CostModel) -> float:
@@ -257,39 +273,30 @@ def _step_metrics(configuration: Configuration, cost: CostModel) -> dict[str, fl
     return {"prompt_step_ms": 1e3 * cost.seconds(whole), "decode_step_ms": 1e3 * cost.seconds(decode)}
 
 
-def _load_metrics(done: Forecast, request_s: float) -> dict[str, float]:
-    finished = [job for job in done.jobs if job.first_s is not None and job.last_s is not None]
-    if not finished or done.end_s <= 0:
+def _load_metrics(
+    times: np.ndarray, inputs: Sequence[int] | np.ndarray, outputs: Sequence[int] | np.ndarray, request_s: float
+) -> dict[str, float]:
+    """Every metric from arrival, first and last token of the jobs, `[3, jobs]`."""
+    import numpy as np
+
+    if not times.size:
         return {}
-    ttft = sorted(1e3 * (job.first_s - job.arrival_s + request_s) for job in finished if job.first_s is not None)
-    e2e = sorted(1e3 * (job.last_s - job.arrival_s + request_s) for job in finished if job.last_s is not None)
-    tpot = sorted(
-        1e3 * (job.last_s - job.first_s) / (job.output_tokens - 1)
-        for job in finished
-        if job.output_tokens > 1 and job.last_s is not None and job.first_s is not None
-    )
-    seconds = done.end_s + request_s
-    outputs = sum(job.output_tokens for job in finished)
-    inputs = sum(job.input_tokens for job in finished)
+    arrived, first, last = times
+    made = np.asarray(outputs, dtype=float)
+    several = made > 1
+    seconds = float(last.max()) + request_s
     values = {
-        "output_tput": outputs / seconds,
-        "total_tput": (outputs + inputs) / seconds,
-        "completed_req_rate": len(finished) / seconds,
+        "output_tput": float(made.sum()) / seconds,
+        "total_tput": float(made.sum() + np.sum(inputs)) / seconds,
+        "completed_req_rate": len(made) / seconds,
     }
-    for name, times in (("ttft", ttft), ("tpot", tpot), ("e2e", e2e)):
-        if times:
-            values[f"{name}_mean_ms"] = sum(times) / len(times)
-            values[f"{name}_p50_ms"] = percentile(times, 0.50)
-            values[f"{name}_p99_ms"] = percentile(times, 0.99)
+    tpot = (last - first)[several] / (made[several] - 1)
+    for name, spans in (("ttft", first - arrived + request_s), ("tpot", tpot), ("e2e", last - arrived + request_s)):
+        if spans.size:
+            values[f"{name}_mean_ms"] = 1e3 * float(spans.mean())
+            for key, value in zip(("p50", "p99"), np.percentile(spans, (50, 99)), strict=True):
+                values[f"{name}_{key}_ms"] = 1e3 * float(value)
     return values
-
-
-def percentile(ordered: list[float], share: float) -> float:
-    """Linear interpolation between order statistics."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def parameters_of(values: Mapping[str, float]) -> tuple[StepParameters, float]:

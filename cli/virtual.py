@@ -54,8 +54,8 @@ class Virtual:
             choices["model"] = "a common size; --model sets your own"
         self.shape = load_shape((config.model or MODEL).strip())
         self.dtype = config.dtype or _default_dtype(self.card, choices)
-        if self.dtype not in DTYPES:
-            raise KvbenchError(f"--dtype {self.dtype} is not computed; choose {' or '.join(DTYPES)}")
+        if self.dtype not in (known := [dtype for dtype in DTYPES if dtype in self.card.flops_per_s]):
+            raise KvbenchError(f"--dtype {self.dtype} has no rate for {self.card.name}; use {' or '.join(known)}")
         self.tp = config.tp
         kv_dtype = self.dtype if config.kv_dtype == "auto" else config.kv_dtype
         serving = Serving(

@@ -27,6 +27,7 @@ COMMANDS = {
     "gpus": "List the cards of the catalogue, each figure with its source.",
     "workloads": "Show what a load is in numbers, before any of it is asked: `workloads show`.",
     "report": "Render a stored run again: tables, sentence and one self-contained HTML page.",
+    "replay": "Serve a recorded run again on its own step times, and check that all comes out the same.",
     "compare": "Hold two runs, or the variants of one, against each other: effect, interval, verdict.",
 }
 

@@ -101,6 +101,9 @@ class Slots:
         self._accounts.hold(sequence, size, asked)
         return True
 
+    def room(self, sequence: Sequence) -> int:
+        return self._accounts.held(sequence)
+
     def commit(self, sequence: Sequence) -> None:
         self._accounts.fill(sequence)
 

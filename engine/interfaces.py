@@ -45,14 +45,19 @@ class Allocator(Protocol):
         `sequence.computed`, to known - 1 at most, since the last token must run. A sequence whose rows were put aside
         comes back with them."""
 
+    def room(self, sequence: Sequence) -> int:
+        """Of a sequence that holds rows, how many of its first positions it can write to without reserving more."""
+
     def commit(self, sequence: Sequence) -> None:
-        """The rows below `sequence.computed` hold data now, which others may be given to read."""
+        """The rows below `sequence.computed` hold data now, which others may be given to read. Of a sequence that
+        decodes this is said when it stops to, and `reserve` sees it whenever rows are full."""
 
     def free(self, sequence: Sequence) -> None:
         """Give back all rows of the sequence; nothing if it holds none."""
 
     def usage(self) -> Usage:
-        """Filled, held and free rows at this moment; a row counts once, however many sequences hold it."""
+        """Filled, held and free rows at this moment; a row counts once, however many sequences hold it. Filled are
+        those that were committed."""
 
     def take_holdings(self) -> list[Holding]:
         """What changed hands since the last call, in order; the engine turns it into ranges of steps."""

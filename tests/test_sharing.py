@@ -232,7 +232,7 @@ class Shared(RuleBasedStateMachine):
         """The sequence learns more tokens and wants room for some of what it knows."""
         sequence = draw.choice(self.running)
         more_tokens = min(draw.randint(0, 3), max(0, self.longest - sequence.known))
-        sequence.tokens += (draw.randint(0, 1) for _ in range(more_tokens))
+        sequence.tokens.extend(draw.randint(0, 1) for _ in range(more_tokens))
         rows = draw.randint(1, sequence.known)
         before, table = state(self.pool), list(self.pool.table(sequence))
         number, filled = divmod(sequence.computed, self.size)
@@ -393,14 +393,19 @@ def test_any_order_of_calls_with_blocks_of(size: int, caching: bool) -> None:  #
     )
 
 
+MANY = 24
+
+
 def walk(size: int, caching: bool, steps: int, seed: int) -> Counter[str]:
-    """A long random walk; returns which cases it met how often."""
+    """A long random walk; returns which cases it met how often. Nobody comes while many wait, and nobody forks while
+    many run, so that an operation costs the same at any length of the walk."""
     draw, pool = random.Random(seed), machine(size, caching=caching)()
     pool.begin(blocks=20, host=12)
     for _ in range(steps):
-        moves = [pool.arrive, *([pool.grow, pool.grow, pool.compute, pool.leave, pool.leave] if pool.running else [])]
+        moves = [pool.grow, pool.grow, pool.compute, pool.leave, pool.leave] if pool.running else []
         moves += [pool.come_back] * bool(pool.waiting) + [pool.give_up] * (len(pool.aside) > 3)
-        moves += [pool.fork] * any(sequence.computed for sequence in pool.running)
+        if len(pool.running) + len(pool.waiting) < MANY:
+            moves += [pool.arrive] + [pool.fork] * any(sequence.computed for sequence in pool.running)
         draw.choice(moves)(draw)
         pool.every_row_holds_what_each_of_its_sequences_computed()
         pool.a_block_is_free_or_in_as_many_tables_as_hold_it()

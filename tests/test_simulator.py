@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -11,9 +12,9 @@ from fakes import KINDS, make_pool, request
 from kvbench.engine.clock import VirtualClock
 from kvbench.engine.engine import Engine, serve
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import Batch, Chunk, Request, Sequence
+from kvbench.engine.types import Batch, Chunk, Request, Sequence, Steps, stand_ins
 from kvbench.metrics.records import FINISHED, Run
-from kvbench.planner.simulator import SimExecutor, stand_in
+from kvbench.planner.simulator import SimExecutor
 from kvbench.planner.work import StepWork
 from kvbench.workloads.load import ClosedLoop, OpenLoop
 
@@ -40,10 +41,11 @@ def run_on(
 def test_what_a_step_does_is_what_its_record_says() -> None:
     decode = Sequence.of(request(0, 5, 9))
     decode.computed = 5
-    decode.tokens.append(7)
+    decode.emit(7, 0)
+    decode.follow(Steps())
     prompt = Sequence.of(request(1, 6, 9))
     prompt.computed = 2
-    work = StepWork.of(Batch(0, (Chunk(decode, 5, 6, True), Chunk(prompt, 2, 6, True))))
+    work = StepWork.of(Batch(0, [Chunk(prompt, 2, 6, True)], decodes=[decode], context=6))
     assert work == StepWork(1, 4, 6 + (3 + 4 + 5 + 6), 6 + 6, 2)
     for seed in range(3):
         asked = [request(n, 3 + 7 * n % 20, 1 + 5 * n % 12) for n in range(12)]
@@ -71,7 +73,7 @@ def test_one_user_waits_for_each_step_in_turn(kind: str) -> None:
 
 def test_stand_ins_are_never_equal_by_chance() -> None:
     sequences = [Sequence.of(request(n, 4, 4, n=2), sample=sample) for n in range(20) for sample in range(2)]
-    tokens = [stand_in(sequence, position) for sequence in sequences for position in range(50)]
+    tokens = [token for sequence in sequences for token in stand_ins(sequence, 4, 54)]
     assert len(set(tokens)) == len(tokens) and max(tokens) < 0 and min(tokens) >= -(2**63)
 
 
@@ -87,6 +89,6 @@ def test_tokens_and_times_are_conserved() -> None:
     )
     area = math.fsum(
         (later - at_s) * sum(step for _, step in moments[: i + 1])
-        for i, ((at_s, _), (later, _)) in enumerate(zip(moments, moments[1:], strict=False))
+        for i, ((at_s, _), (later, _)) in enumerate(itertools.pairwise(moments))
     )
     assert area == pytest.approx(math.fsum((r.last_s or 0.0) - r.scheduled_s for r in run.requests), rel=1e-12)

@@ -24,6 +24,7 @@ COMMANDS = {
     "sweep": "Measure both KV-cache layouts over a grid of concurrency and context length.",
     "workloads": "Show what a load is in numbers, before any of it is asked: `workloads show`.",
     "report": "Render a stored run again: tables, sentence and one self-contained HTML page.",
+    "score": "Predict published measurements and say how far off that is, beside the datasheet's roofline.",
     "compare": "Hold two runs, or the variants of one, against each other: effect, interval, verdict.",
 }
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvbench.planner.effects import Effects
 from kvbench.planner.fit import Case, Linear, linearise, residuals, solve
+from kvbench.planner.published import Configuration
 from kvbench.planner.residuals import correction, fit_residuals
 
 FOLDS = 5
@@ -30,18 +31,18 @@ class HeldOut:
     effects: Effects
 
 
-def rate_fold(case: Case) -> str:
+def rate_fold(configuration: Configuration) -> str:
     """One of five, by the configuration alone."""
-    digest = hashlib.sha256(case.configuration.key.encode()).digest()
+    digest = hashlib.sha256(configuration.key.encode()).digest()
     return str(digest[0] % FOLDS)
 
 
-def shape_fold(case: Case) -> str:
-    return case.configuration.shape
+def shape_fold(configuration: Configuration) -> str:
+    return configuration.shape
 
 
-def card_fold(case: Case) -> str:
-    return case.configuration.card
+def card_fold(configuration: Configuration) -> str:
+    return configuration.card
 
 
 def lonely_cards(cases: Sequence[Case]) -> set[str]:
@@ -53,18 +54,22 @@ def lonely_cards(cases: Sequence[Case]) -> set[str]:
     return {case.configuration.card for case in cases} - shared
 
 
-def cross_validate(cases: Sequence[Case], effects: Effects, say: Callable[[str], None]) -> list[HeldOut]:
-    """Every case under each kind of hold-out that concerns it."""
+def cross_validate(
+    cases: Sequence[Case], effects: Effects, say: Callable[[str], None], everything: Sequence[Case]
+) -> list[HeldOut]:
+    """Every case of `everything` under each kind of hold-out that concerns it, fitted to the rest of `cases`: the rows
+    that may be fitted to."""
     linear = linearise(cases, effects)
     lonely = lonely_cards(cases)
     found: list[HeldOut] = []
     for kind, fold_of in (("new rate", rate_fold), ("new model", shape_fold), ("new card", card_fold)):
-        folds = sorted({fold_of(case) for case in cases})
+        folds = sorted({fold_of(case.configuration) for case in everything})
         say(f"{kind}: {len(folds)} folds")
         for fold in folds:
-            inside = [i for i, case in enumerate(cases) if fold_of(case) == fold]
-            known = {case.configuration.family for case in cases if fold_of(case) != fold}
-            for out in _without(cases, inside, effects, linear):
+            rest = [i for i, case in enumerate(cases) if fold_of(case.configuration) != fold]
+            inside = [case for case in everything if fold_of(case.configuration) == fold]
+            known = {case.configuration.family for case in cases if fold_of(case.configuration) != fold}
+            for out in _without(cases, rest, inside, effects, linear):
                 name = kind
                 if kind == "new rate" and out.case.configuration.family not in known:
                     continue
@@ -74,10 +79,10 @@ def cross_validate(cases: Sequence[Case], effects: Effects, say: Callable[[str],
     return found
 
 
-def _without(cases: Sequence[Case], inside: Sequence[int], start: Effects, linear: Linear) -> list[HeldOut]:
-    """The fold `inside` predicted by a fit of all others."""
-    out = set(inside)
-    rest = [i for i in range(len(cases)) if i not in out]
+def _without(
+    cases: Sequence[Case], rest: Sequence[int], inside: Sequence[Case], start: Effects, linear: Linear
+) -> list[HeldOut]:
+    """The cases `inside` predicted by a fit of the `rest`."""
     others = [cases[i] for i in rest]
     slope = [linear.slope[i] for i in rest]
     left = [linear.residual[i] for i in rest]
@@ -86,7 +91,7 @@ def _without(cases: Sequence[Case], inside: Sequence[int], start: Effects, linea
         effects = solve(others, effects, left, slope)
         left = residuals(others, effects)
     extra = fit_residuals(others, left)
-    return [HeldOut(case, "", corrected(case, effects, extra), effects) for case in map(cases.__getitem__, inside)]
+    return [HeldOut(case, "", corrected(case, effects, extra), effects) for case in inside]
 
 
 def corrected(case: Case, effects: Effects, extra: dict[tuple[str, str], float]) -> dict[str, float]:

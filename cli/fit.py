@@ -124,7 +124,7 @@ def facts(shape: ModelShape, card: Card, asked: Asked) -> dict[str, Any]:
         "pool_bytes": memory.pool_bytes,
         "pool_tokens": memory.pool_tokens,
         "missing_bytes": max(0, -memory.left_bytes),
-        "fewest_cards": serving.tp if memory.pool_tokens else fewest_cards(shape, card, serving),
+        "enough": None if memory.pool_tokens else _enough(shape, card, serving),
         "max_concurrency": at_once,
         "longest_context_tokens": longest,
         "contexts": [{"context": _label(one, contexts), "input_tokens": one[0], "output_tokens": one[1]}
@@ -140,6 +140,12 @@ def facts(shape: ModelShape, card: Card, asked: Asked) -> dict[str, Any]:
         "usd_per_hour_low": None if card.usd_per_hour is None else card.usd_per_hour[0] * serving.tp,
         "usd_per_hour_high": None if card.usd_per_hour is None else card.usd_per_hour[1] * serving.tp,
     }  # fmt: skip
+
+
+def _enough(shape: ModelShape, card: Card, serving: Serving) -> dict[str, int] | None:
+    """The fewest cards of the kind that hold the model, and their pool."""
+    found = fewest_cards(shape, card, serving)
+    return None if found is None else {"tp": found.serving.tp, "pool_tokens": found.pool_tokens}
 
 
 def _shape_facts(shape: ModelShape, memory: Memory) -> dict[str, Any]:

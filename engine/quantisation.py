@@ -80,8 +80,10 @@ def _spared(config: Mapping[str, Any], layers: int) -> set[str]:
     found = set()
     for part, words in MODULES.items():
         mine = [str(name) for name in names if any(word in f".{name}" for word in words)]
-        if part == DENSE:  # `.mlp.gate`, `.mlp.experts` and the like are other parts
-            mine = [name for name in mine if not re.search(r"gate(?!_|\w)|router|expert", name)]
+        if part in (DENSE, EXPERTS):  # `.mlp.gate` is a router
+            mine = [name for name in mine if not re.search(r"gate(?!_|\w)|router", name)]
+        if part == DENSE:
+            mine = [name for name in mine if "expert" not in name]
         numbered = {hit[1] for name in mine if (hit := re.search(r"layers\.(\d+)\.", name))}
         if len(numbered) * 2 >= layers or any(not re.search(r"layers\.\d+\.", name) for name in mine):
             found.add(part)

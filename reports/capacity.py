@@ -44,8 +44,9 @@ def sentence(facts: Facts) -> str:
     """What a reader takes away."""
     model = f"{facts['model']} in {facts['dtype']}"
     if not facts["pool_tokens"]:
-        cards = facts["fewest_cards"]
-        cure = f"{cards} of them hold it (--tp {cards})" if cards else "no number of them that can share it holds it"
+        enough, cure = facts["enough"], "no number of them that can share it holds it"
+        if enough:
+            cure = f"--tp {enough['tp']} does, with {count(enough['pool_tokens'], 'token')} of keys and values"
         short = binary_size(facts["missing_bytes"]) if facts["missing_bytes"] else "a block of keys and values"
         return f"{model} does not fit on {_fleet(facts)}: {short} is missing on each card; {cure}."
     ratio, label = _contest(facts)

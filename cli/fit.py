@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvbench.cli.stack import BACKENDS, Backend, CacheConfig
+from kvbench.engine.parameters import sharing, split_heads
 from kvbench.engine.shapes import ModelShape
 from kvbench.errors import KvbenchError
 from kvbench.planner.catalog import Card
@@ -153,7 +154,9 @@ def _shape_facts(shape: ModelShape, memory: Memory) -> dict[str, Any]:
     return {
         "source": shape.source,
         "layers": shape.layers,
-        "kv_heads": max(1, shape.kv_heads // memory.serving.tp),
+        "heads": shape.heads,
+        "even_tp": sharing(shape),
+        "kv_heads": split_heads(shape, memory.serving.tp)[1],
         "head_dim": shape.head_dim,
         "latent": shape.latent or None,
         "kv_itemsize": memory.serving.kv_itemsize,

@@ -141,19 +141,21 @@ def count_parts(shape: ModelShape, tp: int = 1) -> dict[str, Part]:
 
 
 def sharing(shape: ModelShape) -> list[int]:
-    """Numbers of cards that can share the heads: queries evenly, keys and values evenly or a whole number of times."""
+    """Numbers of cards that share the heads evenly: queries, and keys and values or these a whole number of times. An
+    engine may refuse all others."""
     fitting = [cards for cards in range(1, shape.heads + 1) if not shape.heads % cards]
     return [cards for cards in fitting if not (shape.kv_heads % cards and cards % shape.kv_heads)]
 
 
 def split_heads(shape: ModelShape, tp: int) -> tuple[int, int]:
-    """Query heads and kv heads of one of `tp` cards. KvbenchError where they cannot be shared out evenly."""
-    if tp not in sharing(shape):
+    """Query heads and kv heads of one of `tp` cards, of the fullest where they go unevenly. KvbenchError for more cards
+    than heads."""
+    if not 1 <= tp <= shape.heads:
         raise KvbenchError(
-            f"{shape.name} has {shape.heads} heads and {shape.kv_heads} of keys and values, which {tp} cards cannot "
-            f"share evenly; choose --tp among {', '.join(map(str, sharing(shape)))}"
+            f"--tp {tp} does not share the {shape.heads} heads of {shape.name}; choose among "
+            f"{', '.join(map(str, sharing(shape)))}"
         )
-    return shape.heads // tp, max(1, shape.kv_heads // tp)
+    return -(-shape.heads // tp), -(-shape.kv_heads // tp)
 
 
 def _attention(shape: ModelShape, heads: int, kv_heads: int) -> Part:

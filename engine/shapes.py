@@ -13,7 +13,18 @@ from dataclasses import dataclass, fields
 from importlib.resources import files
 from typing import Any
 
-from kvbench.engine.parameters import ATTENTION, EMBEDDING, EXPERTS, FAMILIES, HEAD, LLAMA, Part, Traits, count_parts
+from kvbench.engine.parameters import (
+    ATTENTION,
+    EMBEDDING,
+    EXPERTS,
+    FAMILIES,
+    HEAD,
+    LLAMA,
+    Part,
+    Traits,
+    count_parts,
+    split_heads,
+)
 from kvbench.engine.quantisation import Quantisation, scheme
 from kvbench.errors import KvbenchError
 
@@ -68,7 +79,7 @@ class ModelShape:
     def kv_values_per_layer(self, tp: int = 1) -> int:
         """Values one token adds to each layer's cache on one of `tp` cards: keys and values of max(1, kv_heads / tp)
         heads, or the latent, which every card keeps."""
-        return self.latent or 2 * max(1, self.kv_heads // tp) * self.head_dim
+        return self.latent or 2 * split_heads(self, tp)[1] * self.head_dim
 
     def kv_bytes_per_token(self, itemsize: int, tp: int = 1) -> int:
         """Bytes one token takes in the caches of all layers, each of which keeps it."""

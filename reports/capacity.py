@@ -117,6 +117,12 @@ def _notes(facts: Facts) -> list[str]:
         f"contiguous max: slots of {number(facts['max_model_len'])} tokens (--max-model-len); declared, pow2, oracle: "
         "powers of two; paged: all users at their last token, the worst moment. Nothing is shared."
     ]
+    if facts["tp"] not in shape["even_tp"]:
+        even = ", ".join(map(str, shape["even_tp"]))
+        notes.append(
+            f"{count(shape['heads'], 'head')} over {facts['tp']} cards go unevenly: the fullest card is shown; an "
+            f"engine may refuse this and take {even} cards"
+        )
     if most > facts["max_num_seqs"]:
         notes.append(f"beyond {number(facts['max_num_seqs'])} users --max-num-seqs is the limit, not memory")
     if shape["sliding_layers"]:

@@ -112,6 +112,12 @@ def test_keys_and_values_of_each_of_several_cards(capsys: pytest.CaptureFixture[
     assert facts["usd_per_hour_high"] == 5 * tp
 
 
+def test_cards_that_share_unevenly_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    uneven = ("capacity", "--model", "Qwen2.5-7B", "--gpu", "h100", "--tp", "8")
+    assert told(capsys, *uneven)["kv_bytes_per_token"] == 14_336
+    assert "28 heads over 8 cards go unevenly" in " ".join(run(capsys, *uneven)[1].split())
+
+
 def test_fp8_and_half_dtypes_as_the_card_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, *LLAMA, "--kv-dtype", "fp8_e4m3")["kv_bytes_per_token"] == 65_536
     facts = told(capsys, "capacity", "--model", "tiny", "--gpu", "t4")
@@ -185,7 +191,7 @@ def test_contexts_end_where_the_model_does(capsys: pytest.CaptureFixture[str]) -
         (("--gpu", "h100,"), "unknown card ''"),
         (("--model", "lama"), "unknown model 'lama': no built-in shape"),
         (("--model", "/no/such/config.json"), "cannot read /no/such/config.json: No such file"),
-        (("--tp", "3"), "which 3 cards cannot share evenly; choose --tp among 1, 2, 4"),
+        (("--tp", "33"), "--tp 33 does not share the 32 heads of Llama-3.1-8B; choose among 1, 2, 4, 8, 16, 32"),
         (("--tp", "0"), "--tp must be at least 1"),
         (("--dtype", "int3"), "--dtype"),
         (

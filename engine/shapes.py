@@ -65,6 +65,7 @@ class ModelShape:
     traits: Traits = LLAMA
     published_parameters: int | None = None
     source: str = ""
+    also: tuple[str, ...] = ()
 
     @property
     def latent(self) -> int:
@@ -169,13 +170,13 @@ class ModelShape:
 
 
 def find_shape(name: str) -> ModelShape | None:
-    """The built-in shape of that name in any case, or None."""
-    return next((shape for shape in SHAPES if shape.name.lower() == name.lower()), None)
+    """The built-in shape of that name, or that a model of that name has too, in any case; or None."""
+    return next((shape for shape in SHAPES if name.lower() in map(str.lower, (shape.name, *shape.also))), None)
 
 
 def unknown_model(name: str) -> KvbenchError:
     """The error for a name that is no built-in shape, no folder and no hub name."""
-    names = {shape.name.lower(): shape.name for shape in SHAPES}
+    names = {called.lower(): shape.name for shape in SHAPES for called in (shape.name, *shape.also)}
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3)
     hint = f"; the nearest built-in shape is {names[near[0]]}" if near else ""
     return KvbenchError(f"unknown model {name!r}: no built-in shape, folder or hub name (org/name){hint}")
@@ -193,6 +194,8 @@ def _shape(line: Mapping[str, str]) -> ModelShape:
         text = line.get(field.name)
         if text and field.name == "quantisation":
             told[field.name] = scheme(text)
+        elif text and field.name == "also":
+            told[field.name] = tuple(text.split(";"))
         elif text:
             told[field.name] = text if field.name in ("name", "family", "source") else int(text)
     told["tied"] = bool(line["tied"])

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.engine.hf_config import UNPLANNED, load_shape, read_config
+from kvbench.engine.hf_config import load_shape, read_config
+from kvbench.engine.hf_fields import UNPLANNED
 from kvbench.engine.parameters import ATTENTION, DENSE, EXPERTS, HEAD, SHARED
 from kvbench.engine.quantisation import LINEAR, read_quantisation
 from kvbench.engine.shapes import ModelShape, find_shape
@@ -90,7 +91,7 @@ def same(config: dict[str, Any], name: str) -> None:
     """The configuration describes the built-in shape of that name."""
     read, built_in = ModelShape.from_config(config), find_shape(name)
     assert built_in is not None
-    for own in ("name", "source", "published_parameters"):
+    for own in ("name", "source", "published_parameters", "also"):
         object.__setattr__(read, own, getattr(built_in, own))
     assert read == built_in
 
@@ -325,7 +326,11 @@ def test_a_folder_and_a_file_are_read(tmp_path: Path) -> None:
     assert load_shape(str(tmp_path / "other.json")).experts == 32
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "META-LLAMA/Llama-3.1-8B", " Llama-3.1-8B "])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-3.1-8b", "META-LLAMA/Llama-3.1-8B", " Llama-3.1-8B ", "unsloth/llama-3.1-8b-instruct",
+     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"],
+)  # fmt: skip
 def test_a_name_in_any_case_and_a_hub_name_are_found(name: str) -> None:
     assert load_shape(name).name == "Llama-3.1-8B"
 
@@ -333,7 +338,12 @@ def test_a_name_in_any_case_and_a_hub_name_are_found(name: str) -> None:
 def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     cases = {str(tmp_path): "No such file", str(tmp_path / "none.json"): "No such file", str(bad): "is not JSON"}
-    cases |= {"Lama-3.1-8B": "the nearest built-in shape is Llama-3.1-8B", "": "unknown model ''"}
+    cases |= {
+        "Lama-3.1-8B": "the nearest built-in shape is Llama-3.1-8B",
+        "": "unknown model ''",
+        "a/b/c": "unknown model",
+    }
+    cases |= {"org/none-of-them": "org/none-of-them is not built in, and nothing is downloaded here"}
     for content in ("{", "\ufeff{}", '{"a": 1', "[" * 100_000):
         bad.write_text(content)
         for name, says in cases.items():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvbench.engine.hf_config import HEAD_DIM, LATENT, NESTED_DEFAULTS, SAME_AS, SWITCHES, UNPLANNED
+from kvbench.engine.hf_fields import HEAD_DIM, LATENT, NESTED_DEFAULTS, SAME_AS, SWITCHES, UNPLANNED
 from kvbench.engine.parameters import (
     DENSE,
     EMBEDDING,
@@ -30,6 +30,7 @@ from kvbench.errors import KvbenchError
 FIELDS: dict[str, Any] = {
     "hidden_size": 96,
     "intermediate_size": 64,
+    "intermediate_size_mlp": 80,
     "ffn_dim": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
@@ -105,6 +106,7 @@ def test_biases_are_there_where_the_config_says_so(key: str, family: str, on: bo
         ("stablelm", {"qk_layernorm": True}),
         ("qwen3_moe", {"mlp_only_layers": [0]}),
         ("qwen2_moe", {"decoder_sparse_step": 2}),
+        ("llama4_text", {"interleave_moe_layer_step": 2, "moe_layers": [1]}),
         ("deepseek_v2", {"q_lora_rank": None}),
         ("deepseek_v3", {"first_k_dense_replace": 3}),
         ("gpt2", {"n_inner": 80}),
@@ -123,7 +125,7 @@ def test_layers_slide_as_transformers_has_it_where_they_are_not_listed(family: s
     listed = told.pop("layer_types", None)
     shape = ModelShape.from_config(told, family)
     if listed is not None:
-        assert shape.sliding_layers == listed.count("sliding_attention")
+        assert shape.sliding_layers == len(listed) - listed.count("full_attention")
     else:  # a window for every layer, or for none
         own = getattr(config, "sliding_window", None) if FAMILIES[family].slide_every else None
         switched_on = getattr(config, "use_sliding_window", True)

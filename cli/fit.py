@@ -7,6 +7,7 @@ from typing import Any
 
 from kvbench.cli.stack import BACKENDS, Backend, CacheConfig
 from kvbench.engine.parameters import sharing, split_heads
+from kvbench.engine.quantisation import SCHEMES
 from kvbench.engine.shapes import ModelShape
 from kvbench.errors import KvbenchError
 from kvbench.planner.catalog import Card
@@ -196,6 +197,14 @@ def parse_kv_dtype(text: str) -> str | None:
     return None if word == "auto" else word
 
 
+def quantised(shape: ModelShape, name: str | None) -> ModelShape:
+    """The model with its weights in another scheme; None leaves them as they are."""
+    if name is None:
+        return shape
+    word = choice(name, ("none", *SCHEMES), "--quantization")
+    return replace(shape, quantisation=SCHEMES.get(word))
+
+
 def _contexts(shape: ModelShape, asked: Asked, longest: int) -> tuple[Lengths, ...]:
     """The contexts to show: those asked for, or all that fit while alone."""
     limit = shape.max_positions
@@ -209,7 +218,7 @@ def _contexts(shape: ModelShape, asked: Asked, longest: int) -> tuple[Lengths, .
         limit = asked.max_model_len
     if asked.contexts is None:
         fitting = [lengths for lengths in CONTEXTS if sum(lengths) <= min(limit, longest or limit)]
-        return tuple(fitting) or ((limit - 1, 1),)
+        return tuple(fitting) or ((max(1, limit - 1), 1),)
     if (most := max(map(sum, asked.contexts))) > limit:
         of_what = "--max-model-len" if asked.max_model_len is not None else f"positions of {shape.name}"
         raise KvbenchError(f"a context of {most:,} tokens is beyond the {limit:,} {of_what}; lower --input-len")

@@ -22,6 +22,7 @@ from kvbench.engine.hf_fields import (
     NESTED,
     NESTED_DEFAULTS,
     ODD,
+    OTHER_PARTS,
     QWEN_MIXTURES,
     SAME_AS,
     SHARING,
@@ -38,11 +39,10 @@ from kvbench.errors import KvbenchError
 
 def load_shape(name: str) -> ModelShape:
     """The shape of a built-in name, also after a hub's `org/`, of a folder or of a `config.json`."""
-    path = Path(name).expanduser()
-    if name.strip() and (path.is_dir() or path.suffix == ".json"):
-        file = path / "config.json" if path.is_dir() else path
+    if (file := _file(name)) is not None:
         own = (file.parent if file.name == "config.json" else file).resolve()
-        return replace(read_config(_json(file), str(file)), name=own.name, source=str(file))
+        shape = read_config(_json(file), str(file))
+        return replace(shape, name=own.name, source=shape.source.replace("config.json", str(file), 1))
     own_name = name.strip()
     for shape in SHAPES:
         if own_name.lower() == shape.source.lower():
@@ -54,6 +54,17 @@ def load_shape(name: str) -> ModelShape:
             f"{own_name} is not built in, and nothing is downloaded here; give the path of its config.json"
         )
     raise unknown_model(name)
+
+
+def _file(name: str) -> Path | None:
+    """The `config.json` that a path names, whether it is there or not; None for what is no path."""
+    try:
+        path = Path(name).expanduser()
+        if name.strip() and path.is_dir():
+            return path / "config.json"
+    except (OSError, RuntimeError):  # a name too long for a file, a home that nobody has
+        return None
+    return path if path.suffix == ".json" else None
 
 
 def _json(file: Path) -> Any:
@@ -76,8 +87,10 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelShape:
     family = _family(told, name)
     if nested is not None:
         told = NESTED_DEFAULTS.get(family, {}) | told
+    alone = any(key.endswith("_config") and key[:-7] in OTHER_PARTS for key in map(str, config))
     try:
-        return _shape(_Fields(told, name), family)
+        shape = _shape(_Fields(told, name), family)
+        return replace(shape, source="config.json, its language model alone" if alone else "config.json")
     except KvbenchError as error:
         message = str(error)
         raise KvbenchError(message if message.startswith(name) else f"{name}: {message}") from None
@@ -166,7 +179,6 @@ def _shape(told: _Fields, family: str) -> ModelShape:
         sliding_layers=sliding,
         quantisation=None if quantised is None else read_quantisation(quantised, layers),
         traits=_traits(told, family),
-        source="config.json",
         **latent,
         **mixture,
     )

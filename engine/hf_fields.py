@@ -36,6 +36,9 @@ SAME_AS = {
 }
 """Model types whose language model is another family's."""
 
+OTHER_PARTS = ("vision", "audio", "speech")
+"""What a multimodal configuration has beside its language model, which is not counted."""
+
 NESTED = ("text_config", "llm_config", "language_config")
 
 _LLAMA = {

@@ -25,7 +25,7 @@ from kvbench.engine.parameters import (
     count_parts,
     split_heads,
 )
-from kvbench.engine.quantisation import Quantisation, scheme
+from kvbench.engine.quantisation import SCHEMES, Quantisation
 from kvbench.errors import KvbenchError
 
 
@@ -193,7 +193,7 @@ def _shape(line: Mapping[str, str]) -> ModelShape:
     for field in fields(ModelShape):
         text = line.get(field.name)
         if text and field.name == "quantisation":
-            told[field.name] = scheme(text)
+            told[field.name] = SCHEMES[text]
         elif text and field.name == "also":
             told[field.name] = tuple(text.split(";"))
         elif text:

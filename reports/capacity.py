@@ -134,6 +134,7 @@ def _notes(facts: Facts) -> list[str]:
         f"activation peak: {number(facts['max_num_batched_tokens'])} tokens a step (--max-num-batched-tokens), "
         f"{number(facts['max_num_seqs'])} users (--max-num-seqs); checked against vLLM's logs on an H100 only"
     )
+    notes.append(f"dimensions of the model: {shape['source']}")
     if facts["usd_per_hour_low"] is not None:
         dated = ", ".join(filter(None, (facts["card"]["price_source"], facts["card"]["price_as_of"])))
         notes.append(f"{_fleet(facts)} for {_price(facts)} an hour ({dated})")

@@ -125,6 +125,17 @@ def test_fp8_and_half_dtypes_as_the_card_has_them(capsys: pytest.CaptureFixture[
     assert told(capsys, *LLAMA, "--dtype", "fp32")["kv_bytes_per_token"] == 262_144
 
 
+def test_weights_in_another_scheme(capsys: pytest.CaptureFixture[str]) -> None:
+    layers = 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096
+    whole = 2 * (2 * 128256 * 4096 + 65 * 4096)
+    assert told(capsys, *LLAMA, "--quantization", "int4")["weights_bytes"] == layers * 4.15625 / 8 + whole
+    assert (
+        told(capsys, *LLAMA, "--quantization", "FP8")["weights_bytes"] == round(layers * (8 + 32 / 2**14) / 8) + whole
+    )
+    gpt_oss = ("capacity", "--model", "gpt-oss-20b", "--gpu", "h100", "--quantization", "none")
+    assert told(capsys, *gpt_oss)["weights_bytes"] == 2 * 20_914_757_184
+
+
 def test_a_model_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     facts = told(capsys, "capacity", "--model", "Llama-3.1-70B", "--gpu", "h100")
     assert facts["pool_tokens"] == 0 and facts["missing_bytes"] > 60 * 2**30
@@ -198,6 +209,7 @@ def test_contexts_end_where_the_model_does(capsys: pytest.CaptureFixture[str]) -
             ("--kv-dtype", "fp9"),
             "--kv-dtype 'fp9' is not one of auto, float32, bfloat16, float16, fp8; did you mean fp8?",
         ),
+        (("--quantization", "int8"), "--quantization 'int8' is not one of none, fp8, int4, nvfp4, mxfp4"),
         (("--gpu-memory-utilization", "0"), "--gpu-memory-utilization must be above 0 and at most 1, not 0.0"),
         (("--gpu-memory-utilization", "nan"), "--gpu-memory-utilization"),
         (("--gpu-memory-utilization", "90"), "--gpu-memory-utilization"),

@@ -150,6 +150,7 @@ def test_the_language_model_of_a_multimodal_config_is_read() -> None:
     shape = ModelShape.from_config(config)
     assert (shape.heads, shape.kv_heads, shape.head_dim, shape.vocab, shape.tied) == (8, 4, 256, 262208, True)
     assert (shape.sliding_window, shape.sliding_layers) == (1024, 29)
+    assert shape.source == "config.json, its language model alone"
     assert shape.parameters == 4_300_079_472 - 416_866_032 - 2_950_272  # as published; vision tower; projector
     quantised = ModelShape.from_config(config | {"quantization_config": {"quant_method": "awq", "bits": 4}})
     assert quantised.quantisation is not None
@@ -323,6 +324,7 @@ def test_a_folder_and_a_file_are_read(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "other.json").write_text(json.dumps(GPT_OSS))
     assert load_shape(str(folder)).name == load_shape(str(folder / "config.json")).name == "my-model"
+    assert load_shape(str(folder)).source == str(folder / "config.json")
     assert load_shape(str(tmp_path / "other.json")).experts == 32
 
 
@@ -343,6 +345,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         "": "unknown model ''",
         "a/b/c": "unknown model",
     }
+    cases |= {"~nobody-of-that-name": "unknown model", "x" * 5000: "unknown model", "\0": "unknown model"}
     cases |= {"org/none-of-them": "org/none-of-them is not built in, and nothing is downloaded here"}
     for content in ("{", "\ufeff{}", '{"a": 1', "[" * 100_000):
         bad.write_text(content)

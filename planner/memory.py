@@ -7,9 +7,9 @@ log) or `estimated` (a model of what an engine allocates, checked against logs o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvbench.engine.parameters import ATTENTION, EMBEDDING, EXPERTS, split_heads
+from kvbench.engine.parameters import EXPERTS, sharing, split_heads
 from kvbench.engine.shapes import ModelShape
 from kvbench.errors import KvbenchError
 from kvbench.planner.catalog import Card
@@ -22,11 +22,11 @@ LARGEST = 10**9
 EXACT, CATALOGUE, ESTIMATED = "exact", "catalogue", "estimated"
 
 SORTED_BYTES = 36
-"""Bytes that choosing a token by top-p takes for each logit beside the logit itself: a copy in fp32 (4), its sorted
-values (4) and indices (8), the indices to be sorted (8) and as much room for sorting (12)."""
+"""Bytes that top-p takes for each logit beside the logit itself: a copy in fp32 (4), its sorted values (4) and indices
+(8), the indices that are sorted with them (8) and as much room for sorting (12)."""
 
 WORKSPACE_BYTES = int(0.05 * 2**30)
-"""What the peak has beyond that on an H100, the same for four models: a matrix library's workspace and small buffers."""
+"""What the peak has beyond that on an H100, the same for four models: a matrix library's workspace, small buffers."""
 
 OUTSIDE_TORCH_BYTES = int(0.13 * 2**30)
 """Held by the driver and libraries outside torch's allocator, measured on an H100; links between cards take more."""
@@ -74,8 +74,8 @@ class Serving:
 
 
 def default_limits(card: Card) -> tuple[int, int]:
-    """`max_num_batched_tokens` and `max_num_seqs` as vLLM's server has them on the card: more on large ones, but for the
-    A100 (vLLM 0.10 to 0.19)."""
+    """`max_num_batched_tokens` and `max_num_seqs` as vLLM's server has them on the card: more on large ones, but for
+    the A100."""
     large = card.memory_bytes >= LARGE_CARD_BYTES and "a100" not in card.name.lower()
     return (8192, 1024) if large else (2048, 256)
 
@@ -126,18 +126,31 @@ class Memory:
         return next(term for term in self.terms if term.key == key)
 
     def kv_bytes(self, tokens: int, layout: str = "uniform") -> int:
-        """What one sequence's `tokens` take on one card, rounding to blocks left out. `uniform`: every layer keeps every
-        token, as our engine does. `windowed`: a sliding layer keeps its window at most."""
+        """What one sequence's `tokens` take on one card, rounding to blocks left out."""
         return kv_bytes(self.shape, tokens, self.serving.kv_itemsize, self.serving.tp, layout)
 
 
 def kv_bytes(shape: ModelShape, tokens: int, itemsize: int, tp: int = 1, layout: str = "uniform") -> int:
-    """Bytes of one sequence's keys and values on one of `tp` cards."""
+    """Bytes of one sequence's keys and values on one of `tp` cards. `uniform`: every layer keeps every token, as our
+    engine does. `windowed`: a sliding layer keeps its window at most."""
     assert layout in LAYOUTS and tokens >= 0, (layout, tokens)
     rows = shape.layers * tokens
     if layout == "windowed" and shape.sliding_window is not None:
         rows -= shape.sliding_layers * max(0, tokens - shape.sliding_window)
     return rows * shape.kv_values_per_layer(tp) * itemsize
+
+
+def windowed_at_once(memory: Memory, tokens: int) -> int:
+    """How many sequences of `tokens` rows the pool holds at once where sliding layers keep their window at most."""
+    block = memory.serving.block_size
+    return memory.pool_bytes // memory.kv_bytes(-(-tokens // block) * block, "windowed")
+
+
+def fewest_cards(shape: ModelShape, card: Card, serving: Serving) -> Memory | None:
+    """On the smallest number of cards, of those that can share the model, which have room for a block of keys and
+    values; None where none has."""
+    planned = (plan_memory(shape, card, replace(serving, tp=tp)) for tp in sharing(shape))
+    return next((memory for memory in planned if memory.pool_tokens), None)
 
 
 def plan_memory(shape: ModelShape, card: Card, serving: Serving) -> Memory:
@@ -163,8 +176,8 @@ def plan_memory(shape: ModelShape, card: Card, serving: Serving) -> Memory:
 
 
 def activation_peak(shape: ModelShape, serving: Serving) -> tuple[int, str]:
-    """The most that one step holds beside weights and cache, and what it is: either a layer of a full batch, or choosing
-    the tokens of as many sequences as may run."""
+    """The most that one step holds beside weights and cache, and what it is: a layer of a full batch, or choosing the
+    tokens of as many sequences as may run."""
     item, batch, tp = serving.itemsize, serving.max_batched_tokens, serving.tp
     sampled = min(serving.max_sequences, batch)
     hidden = batch * shape.hidden * item

@@ -14,6 +14,9 @@ def capacity(
     model: Annotated[str, typer.Option(help="Built-in shape, folder or config.json.")],
     gpu: Annotated[str, typer.Option(help="Card by id or name, a list too; `kvbench gpus` lists them.")],
     dtype: Annotated[str | None, typer.Option(help="auto | float32 | bfloat16 | float16")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Weights in fp8 | int4 | nvfp4 | mxfp4 | none; default: as the model has them.")
+    ] = None,
     kv_dtype: Annotated[str, typer.Option(help="auto (as --dtype) | float32 | bfloat16 | float16 | fp8")] = "auto",
     tp: Annotated[int, typer.Option("--tp", "--tensor-parallel-size", help="Cards that share the model.")] = 1,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the card's memory that is used.")] = 0.9,
@@ -45,7 +48,7 @@ def capacity(
     Bytes are of one card. Users at once are counted by the rules of the very allocators that `sweep` measures.
     """
     from kvbench.cli.config import FORMATS, parse_bytes, parse_dtype
-    from kvbench.cli.fit import Asked, facts, parse_contexts, parse_kv_dtype
+    from kvbench.cli.fit import Asked, facts, parse_contexts, parse_kv_dtype, quantised
     from kvbench.engine.hf_config import load_shape
     from kvbench.planner.catalog import find_card, load_cards, with_prices
     from kvbench.reports.capacity import render
@@ -66,6 +69,6 @@ def capacity(
     )
     own = () if gpu_file is None else load_cards(gpu_file)
     named = dict.fromkeys(find_card(name, own) for name in gpu.split(","))
-    shape = load_shape(model)
+    shape = quantised(load_shape(model), quantization)
     rows = [facts(shape, card, asked) for card in with_prices(named, price or [])]
     sys.stdout.write(render(rows, output_format, shutil.get_terminal_size((100, 24)).columns))

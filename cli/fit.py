@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvbench.cli.stack import BACKENDS, Backend, CacheConfig
+from kvbench.engine.parameters import sharing, split_heads
+from kvbench.engine.quantisation import SCHEMES
 from kvbench.engine.shapes import ModelShape
 from kvbench.errors import KvbenchError
 from kvbench.planner.catalog import Card
@@ -124,7 +126,7 @@ def facts(shape: ModelShape, card: Card, asked: Asked) -> dict[str, Any]:
         "pool_bytes": memory.pool_bytes,
         "pool_tokens": memory.pool_tokens,
         "missing_bytes": max(0, -memory.left_bytes),
-        "fewest_cards": serving.tp if memory.pool_tokens else fewest_cards(shape, card, serving),
+        "enough": None if memory.pool_tokens else _enough(shape, card, serving),
         "max_concurrency": at_once,
         "longest_context_tokens": longest,
         "contexts": [{"context": _label(one, contexts), "input_tokens": one[0], "output_tokens": one[1]}
@@ -142,12 +144,20 @@ def facts(shape: ModelShape, card: Card, asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _enough(shape: ModelShape, card: Card, serving: Serving) -> dict[str, int] | None:
+    """The fewest cards of the kind that hold the model, and their pool."""
+    found = fewest_cards(shape, card, serving)
+    return None if found is None else {"tp": found.serving.tp, "pool_tokens": found.pool_tokens}
+
+
 def _shape_facts(shape: ModelShape, memory: Memory) -> dict[str, Any]:
     """What the KV bytes of a token are made of."""
     return {
         "source": shape.source,
         "layers": shape.layers,
-        "kv_heads": max(1, shape.kv_heads // memory.serving.tp),
+        "heads": shape.heads,
+        "even_tp": sharing(shape),
+        "kv_heads": split_heads(shape, memory.serving.tp)[1],
         "head_dim": shape.head_dim,
         "latent": shape.latent or None,
         "kv_itemsize": memory.serving.kv_itemsize,
@@ -187,6 +197,14 @@ def parse_kv_dtype(text: str) -> str | None:
     return None if word == "auto" else word
 
 
+def quantised(shape: ModelShape, name: str | None) -> ModelShape:
+    """The model with its weights in another scheme; None leaves them as they are."""
+    if name is None:
+        return shape
+    word = choice(name, ("none", *SCHEMES), "--quantization")
+    return replace(shape, quantisation=SCHEMES.get(word))
+
+
 def _contexts(shape: ModelShape, asked: Asked, longest: int) -> tuple[Lengths, ...]:
     """The contexts to show: those asked for, or all that fit while alone."""
     limit = shape.max_positions
@@ -200,7 +218,7 @@ def _contexts(shape: ModelShape, asked: Asked, longest: int) -> tuple[Lengths, .
         limit = asked.max_model_len
     if asked.contexts is None:
         fitting = [lengths for lengths in CONTEXTS if sum(lengths) <= min(limit, longest or limit)]
-        return tuple(fitting) or ((limit - 1, 1),)
+        return tuple(fitting) or ((max(1, limit - 1), 1),)
     if (most := max(map(sum, asked.contexts))) > limit:
         of_what = "--max-model-len" if asked.max_model_len is not None else f"positions of {shape.name}"
         raise KvbenchError(f"a context of {most:,} tokens is beyond the {limit:,} {of_what}; lower --input-len")

@@ -41,6 +41,7 @@ def row(shape: ModelShape) -> dict[str, Any]:
     own = shape.quantisation
     return {
         "name": shape.name,
+        "also": ", ".join(shape.also),
         "family": shape.family,
         "parameters": shape.parameters,
         "published_parameters": shape.published_parameters,

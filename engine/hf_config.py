@@ -13,137 +13,58 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvbench.engine.hf_fields import (
+    HEAD_DIM,
+    INTERMEDIATE,
+    KEYS,
+    LATENT,
+    MIXTURES,
+    NESTED,
+    NESTED_DEFAULTS,
+    ODD,
+    OTHER_PARTS,
+    QWEN_MIXTURES,
+    SAME_AS,
+    SHARING,
+    SWITCHED,
+    SWITCHES,
+    UNGROUPED,
+    UNPLANNED,
+)
 from kvbench.engine.parameters import FAMILIES, Traits
 from kvbench.engine.quantisation import read_quantisation
-from kvbench.engine.shapes import SHAPES, ModelShape, unknown_model
+from kvbench.engine.shapes import SHAPES, ModelShape, find_shape, unknown_model
 from kvbench.errors import KvbenchError
-
-STATE = "its layers keep a state, not a KV cache"
-SHARED_KV = "its layers share keys and values"
-UNPLANNED = {
-    **dict.fromkeys(
-        "mamba mamba2 falcon_mamba jamba bamba zamba zamba2 nemotron_h falcon_h1 granitemoehybrid lfm2 rwkv "
-        "recurrent_gemma minimax kimi_linear".split(),
-        STATE,
-    ),
-    "qwen3_next": "its linear-attention layers keep a state, not a KV cache",
-    "qwen3_5": "its linear-attention layers keep a state, not a KV cache",
-    "qwen3_5_text": "its linear-attention layers keep a state, not a KV cache",
-    "qwen3_5_moe": "its linear-attention layers keep a state, not a KV cache",
-    "qwen3_5_moe_text": "its linear-attention layers keep a state, not a KV cache",
-    "gemma3n_text": SHARED_KV,
-    "gemma4_text": SHARED_KV,
-    "mllama_text_model": "its cross-attention layers keep an image's keys and values",
-    "deepseek_v32": "its indexer keeps a cache of its own",
-}
-"""Model types whose memory is no KV cache of every token, by name, so that none is planned wrongly."""
-
-SAME_AS = {
-    "internlm2": "llama",
-    "kimi_k2": "deepseek_v3",
-    "qwen2_vl": "qwen2",
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
-"""Model types whose language model is another family's."""
-
-NESTED = ("text_config", "llm_config", "language_config")
-
-_LLAMA = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-}
-NESTED_DEFAULTS: dict[str, dict[str, int]] = {
-    "llama": _LLAMA | {"intermediate_size": 11008},
-    "mistral": _LLAMA
-    | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "gemma3_text": {
-        "hidden_size": 2304,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 9216,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-}
-"""Language models inside multimodal configurations are published without what their class has by default."""
-
-HEAD_DIM = {
-    "gemma": 256,
-    "gemma2": 256,
-    "gemma3_text": 256,
-    "glm": 128,
-    "glm4": 128,
-    "gpt_oss": 64,
-    "qwen3": 128,
-    "seed_oss": 128,
-}
-"""Where `head_dim` is not hidden size / heads by default."""
-
-KEYS = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "vocab": ("vocab_size",),
-    "max_positions": ("max_position_embeddings", "n_positions"),
-    "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
-    "experts_per_token": ("num_experts_per_tok",),
-}
-INTERMEDIATE = {"opt": "ffn_dim", "gpt2": "n_inner", "gptj": "n_inner"}
-"""Other names of `intermediate_size`; GPT-2's and GPT-J's is four times the hidden size by default."""
-
-UNGROUPED = ("gpt2", "gptj", "gpt_neox", "opt")
-"""Families that know neither grouped keys and values nor a head width of its own."""
-
-LATENT = ("deepseek_v2", "deepseek_v3")
-SHARING = (*LATENT, "glm4_moe")
-QWEN_MIXTURES = ("qwen2_moe", "qwen3_moe")
-MIXTURES = ("mixtral", "gpt_oss", "olmoe", "granitemoe", *QWEN_MIXTURES, *SHARING)
-"""Families with experts; `SHARING` ones begin with dense layers and have shared experts."""
-
-SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
-"""Families whose layers slide only where `use_sliding_window` says so."""
-
-_BOTH = ("qkv_bias", "out_bias")
-SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
-    "attention_bias": {
-        **dict.fromkeys(
-            "llama granite granitemoe cohere cohere2 qwen3 qwen3_moe olmo2 olmo3 olmoe gpt_neox gpt_oss "
-            "smollm3".split(),
-            _BOTH,
-        ),
-        **dict.fromkeys(("glm", "glm4", "glm4_moe", "seed_oss"), ("qkv_bias",)),
-    },
-    "attention_out_bias": {"seed_oss": ("out_bias",)},
-    "mlp_bias": dict.fromkeys(("llama", "granite", "smollm3", "seed_oss"), ("mlp_bias",)),
-    "use_bias": {"starcoder2": (*_BOTH, "mlp_bias")},
-    "use_qkv_bias": {"stablelm": ("qkv_bias",)},
-}
-"""Fields that switch biases of a family on or off."""
-
-ODD = {"opt": {"do_layer_norm_before": True, "enable_bias": True}, "deepseek_v2": {"attention_bias": False}}
-"""Values that the counts rely on."""
 
 
 def load_shape(name: str) -> ModelShape:
-    """The shape of a built-in name, of the hub name a built-in one comes from, of a folder or of a `config.json`."""
-    path = Path(name).expanduser()
-    if name.strip() and (path.is_dir() or path.suffix == ".json"):
-        file = path / "config.json" if path.is_dir() else path
+    """The shape of a built-in name, also after a hub's `org/`, of a folder or of a `config.json`."""
+    if (file := _file(name)) is not None:
         own = (file.parent if file.name == "config.json" else file).resolve()
-        return replace(read_config(_json(file), str(file)), name=own.name, source=str(file))
+        shape = read_config(_json(file), str(file))
+        return replace(shape, name=own.name, source=shape.source.replace("config.json", str(file), 1))
+    own_name = name.strip()
     for shape in SHAPES:
-        if name.strip().lower() in (shape.name.lower(), shape.source.lower()):
+        if own_name.lower() == shape.source.lower():
             return shape
+    if found := find_shape(own_name.rpartition("/")[2] if own_name.count("/") == 1 else own_name):
+        return found
+    if own_name.count("/") == 1 and not own_name.startswith((".", "~")):
+        raise KvbenchError(
+            f"{own_name} is not built in, and nothing is downloaded here; give the path of its config.json"
+        )
     raise unknown_model(name)
+
+
+def _file(name: str) -> Path | None:
+    """The `config.json` that a path names, whether it is there or not; None for what is no path."""
+    try:
+        path = Path(name).expanduser()
+        if name.strip() and path.is_dir():
+            return path / "config.json"
+    except (OSError, RuntimeError):  # a name too long for a file, a home that nobody has
+        return None
+    return path if path.suffix == ".json" else None
 
 
 def _json(file: Path) -> Any:
@@ -166,8 +87,10 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelShape:
     family = _family(told, name)
     if nested is not None:
         told = NESTED_DEFAULTS.get(family, {}) | told
+    alone = any(key.endswith("_config") and key[:-7] in OTHER_PARTS for key in map(str, config))
     try:
-        return _shape(_Fields(told, name), family)
+        shape = _shape(_Fields(told, name), family)
+        return replace(shape, source="config.json, its language model alone" if alone else "config.json")
     except KvbenchError as error:
         message = str(error)
         raise KvbenchError(message if message.startswith(name) else f"{name}: {message}") from None
@@ -256,7 +179,6 @@ def _shape(told: _Fields, family: str) -> ModelShape:
         sliding_layers=sliding,
         quantisation=None if quantised is None else read_quantisation(quantised, layers),
         traits=_traits(told, family),
-        source="config.json",
         **latent,
         **mixture,
     )
@@ -269,7 +191,7 @@ def _head_dim(told: _Fields, family: str, hidden: int, heads: int) -> int:
     return hidden // heads if family in UNGROUPED else told.whole(["head_dim"], known or hidden // heads)
 
 
-def _latent(told: _Fields, family: str) -> dict[str, int]:
+def _latent(told: _Fields, family: str) -> dict[str, Any]:
     if family not in LATENT:
         return {}
     return {
@@ -281,7 +203,7 @@ def _latent(told: _Fields, family: str) -> dict[str, int]:
     }
 
 
-def _experts(told: _Fields, family: str, layers: int) -> dict[str, int]:
+def _experts(told: _Fields, family: str, layers: int) -> dict[str, Any]:
     experts = told.whole(KEYS["experts"])
     chosen = told.whole(KEYS["experts_per_token"])
     if chosen > experts:
@@ -291,6 +213,9 @@ def _experts(told: _Fields, family: str, layers: int) -> dict[str, int]:
     if family in SHARING:
         shared = told.whole(["n_shared_experts"], 0, least=0) * width
         dense = told.whole(["first_k_dense_replace"], 0, least=0)
+    elif family == "llama4_text":
+        shared, step, listed = width, told.whole(["interleave_moe_layer_step"], 1), told.get("moe_layers")
+        dense = layers - (len(listed) if isinstance(listed, list) else layers // step)
     elif family in QWEN_MIXTURES:
         shared = told.whole(["shared_expert_intermediate_size"]) if family == "qwen2_moe" else 0
         step, only = told.whole(["decoder_sparse_step"], 1), told.get("mlp_only_layers") or []
@@ -310,14 +235,17 @@ def _windows(told: _Fields, family: str, layers: int) -> tuple[int | None, int]:
     """The window and how many layers have it."""
     if family in SWITCHED and not told.switch("use_sliding_window", False):
         return None, 0
-    types, window = told.get("layer_types"), told.whole(["sliding_window"], 0, least=0) or None
+    chunked = family == "llama4_text"  # a chunk holds at most what a window of its length does
+    types = told.get("layer_types")
+    window = told.whole(["attention_chunk_size" if chunked else "sliding_window"], 0, least=0) or None
     if types is not None:
         if not isinstance(types, list) or len(types) < layers:
             raise KvbenchError(f"{told.name} has layer_types for other than its {layers} layers")
-        if other := sorted({str(one) for one in types[:layers]} - {"full_attention", "sliding_attention"}):
+        slides = "chunked_attention" if chunked else "sliding_attention"
+        if other := sorted({str(one) for one in types[:layers]} - {"full_attention", slides}):
             raise KvbenchError(f"{told.name} has layers of type {other[0]!r}, which keep no plain KV cache")
-        sliding = types[:layers].count("sliding_attention")
-    elif family in ("qwen2", "qwen2_moe", "qwen3", "smollm3"):
+        sliding = types[:layers].count(slides)
+    elif family in ("qwen2", "qwen2_moe", "qwen3", "smollm3", "dots1"):
         sliding = max(0, layers - told.whole(["max_window_layers"], 28, least=0))
     else:
         every = FAMILIES[family].slide_every

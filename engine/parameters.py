@@ -58,32 +58,45 @@ _LAYER_NORM = Traits(norm_bias=True)
 _ALL_BIASES = replace(_LAYER_NORM, mlp_matrices=2, qkv_bias=True, out_bias=True, mlp_bias=True)
 
 FAMILIES: dict[str, Traits] = {
+    "arcee": Traits(mlp_matrices=2),
     "cohere": Traits(tied=True, norms=1),
     "cohere2": Traits(tied=True, norms=1, slide_every=4),
     "deepseek_v2": LLAMA,
     "deepseek_v3": Traits(router_bias=True),
+    "dots1": Traits(head_norms="head", router_bias=True, slide_every=1),
+    "ernie4_5": Traits(tied=True),
+    "exaone": LLAMA,
+    "exaone4": Traits(head_norms="head", slide_every=4),
     "gemma": Traits(tied=True),
     "gemma2": Traits(tied=True, norms=4, slide_every=2),
     "gemma3_text": Traits(tied=True, norms=4, head_norms="head", slide_every=6),
     "glm": Traits(qkv_bias=True),
     "glm4": Traits(norms=4, qkv_bias=True),
-    "glm4_moe": Traits(qkv_bias=False, router_bias=True),
+    "glm4_moe": Traits(router_bias=True),
     "gpt2": replace(_ALL_BIASES, tied=True, positions=0),
     "gpt_neox": _ALL_BIASES,
     "gpt_oss": Traits(qkv_bias=True, out_bias=True, router_bias=True, expert_bias=True, sinks=True, slide_every=2),
     "gptj": Traits(mlp_matrices=2, mlp_bias=True, head_bias=True, norms=1, norm_bias=True),
     "granite": LLAMA,
     "granitemoe": LLAMA,
+    "helium": LLAMA,
+    "hunyuan_v1_dense": Traits(head_norms="head"),
+    "internlm3": LLAMA,
     "llama": LLAMA,
+    "llama4_text": Traits(slide_every=4),
+    "minimax_m2": Traits(head_norms="all", router_bias=True),
     "ministral": Traits(slide_every=1),
+    "ministral3": Traits(slide_every=1),
     "mistral": Traits(slide_every=1),
     "mixtral": Traits(slide_every=1),
+    "nemotron": Traits(mlp_matrices=2, norm_bias=True),
     "olmo2": Traits(head_norms="all"),
     "olmo3": Traits(head_norms="all", slide_every=4),
     "olmoe": Traits(head_norms="all"),
     "opt": replace(_ALL_BIASES, tied=True, positions=2),
     "phi": replace(_ALL_BIASES, norms=1, head_bias=True),
     "phi3": Traits(slide_every=1),
+    "phimoe": Traits(norm_bias=True, slide_every=1),
     "qwen2": Traits(qkv_bias=True, slide_every=1),
     "qwen2_moe": Traits(qkv_bias=True, shared_gate=True, slide_every=1),
     "qwen3": Traits(head_norms="head", slide_every=1),
@@ -141,19 +154,21 @@ def count_parts(shape: ModelShape, tp: int = 1) -> dict[str, Part]:
 
 
 def sharing(shape: ModelShape) -> list[int]:
-    """Numbers of cards that can share the heads: queries evenly, keys and values evenly or a whole number of times."""
+    """Numbers of cards that share the heads evenly: queries, and keys and values or these a whole number of times. An
+    engine may refuse all others."""
     fitting = [cards for cards in range(1, shape.heads + 1) if not shape.heads % cards]
     return [cards for cards in fitting if not (shape.kv_heads % cards and cards % shape.kv_heads)]
 
 
 def split_heads(shape: ModelShape, tp: int) -> tuple[int, int]:
-    """Query heads and kv heads of one of `tp` cards. KvbenchError where they cannot be shared out evenly."""
-    if tp not in sharing(shape):
+    """Query heads and kv heads of one of `tp` cards, of the fullest where they go unevenly. KvbenchError for more cards
+    than heads."""
+    if not 1 <= tp <= shape.heads:
         raise KvbenchError(
-            f"{shape.name} has {shape.heads} heads and {shape.kv_heads} of keys and values, which {tp} cards cannot "
-            f"share evenly; choose --tp among {', '.join(map(str, sharing(shape)))}"
+            f"--tp {tp} does not share the {shape.heads} heads of {shape.name}; choose among "
+            f"{', '.join(map(str, sharing(shape)))}"
         )
-    return shape.heads // tp, max(1, shape.kv_heads // tp)
+    return -(-shape.heads // tp), -(-shape.kv_heads // tp)
 
 
 def _attention(shape: ModelShape, heads: int, kv_heads: int) -> Part:

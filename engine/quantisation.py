@@ -39,16 +39,14 @@ class Quantisation:
         assert 0 < self.bits <= 32 and self.parts <= set(PARTS), self
 
 
-_SCHEMES = {
-    "mxfp4": Quantisation("mxfp4", 4 + 8 / 32, frozenset({EXPERTS})),
+SCHEMES = {
     "fp8": Quantisation("fp8", 8 + 32 / 128**2, LINEAR),
+    "int4": Quantisation("int4", 4 + (16 + 4) / 128, LINEAR),
+    "nvfp4": Quantisation("nvfp4", 4 + 8 / 16, LINEAR),
+    "mxfp4": Quantisation("mxfp4", 4 + 8 / 32, frozenset({EXPERTS})),
 }
-
-
-def scheme(name: str) -> Quantisation:
-    """A built-in shape's own scheme: `mxfp4` (a scale of 8 bits for 32 values), `fp8` (one of 32 bits for a block of
-    128 x 128)."""
-    return _SCHEMES[name]
+"""Schemes by name: `fp8` has a scale of 32 bits for a block of 128 x 128; `int4` (AWQ, GPTQ) one of 16 and a zero point
+of 4 for 128 values; `nvfp4` and `mxfp4` one of 8 for 16 and for 32."""
 
 
 def read_quantisation(config: Any, layers: int) -> Quantisation:
@@ -80,8 +78,10 @@ def _spared(config: Mapping[str, Any], layers: int) -> set[str]:
     found = set()
     for part, words in MODULES.items():
         mine = [str(name) for name in names if any(word in f".{name}" for word in words)]
-        if part == DENSE:  # `.mlp.gate`, `.mlp.experts` and the like are other parts
-            mine = [name for name in mine if not re.search(r"gate(?!_|\w)|router|expert", name)]
+        if part in (DENSE, EXPERTS):  # `.mlp.gate` is a router
+            mine = [name for name in mine if not re.search(r"gate(?!_|\w)|router", name)]
+        if part == DENSE:
+            mine = [name for name in mine if "expert" not in name]
         numbered = {hit[1] for name in mine if (hit := re.search(r"layers\.(\d+)\.", name))}
         if len(numbered) * 2 >= layers or any(not re.search(r"layers\.\d+\.", name) for name in mine):
             found.add(part)

@@ -13,8 +13,19 @@ from dataclasses import dataclass, fields
 from importlib.resources import files
 from typing import Any
 
-from kvbench.engine.parameters import ATTENTION, EMBEDDING, EXPERTS, FAMILIES, HEAD, LLAMA, Part, Traits, count_parts
-from kvbench.engine.quantisation import Quantisation, scheme
+from kvbench.engine.parameters import (
+    ATTENTION,
+    EMBEDDING,
+    EXPERTS,
+    FAMILIES,
+    HEAD,
+    LLAMA,
+    Part,
+    Traits,
+    count_parts,
+    split_heads,
+)
+from kvbench.engine.quantisation import SCHEMES, Quantisation
 from kvbench.errors import KvbenchError
 
 
@@ -54,6 +65,7 @@ class ModelShape:
     traits: Traits = LLAMA
     published_parameters: int | None = None
     source: str = ""
+    also: tuple[str, ...] = ()
 
     @property
     def latent(self) -> int:
@@ -68,7 +80,7 @@ class ModelShape:
     def kv_values_per_layer(self, tp: int = 1) -> int:
         """Values one token adds to each layer's cache on one of `tp` cards: keys and values of max(1, kv_heads / tp)
         heads, or the latent, which every card keeps."""
-        return self.latent or 2 * max(1, self.kv_heads // tp) * self.head_dim
+        return self.latent or 2 * split_heads(self, tp)[1] * self.head_dim
 
     def kv_bytes_per_token(self, itemsize: int, tp: int = 1) -> int:
         """Bytes one token takes in the caches of all layers, each of which keeps it."""
@@ -158,13 +170,13 @@ class ModelShape:
 
 
 def find_shape(name: str) -> ModelShape | None:
-    """The built-in shape of that name in any case, or None."""
-    return next((shape for shape in SHAPES if shape.name.lower() == name.lower()), None)
+    """The built-in shape of that name, or that a model of that name has too, in any case; or None."""
+    return next((shape for shape in SHAPES if name.lower() in map(str.lower, (shape.name, *shape.also))), None)
 
 
 def unknown_model(name: str) -> KvbenchError:
     """The error for a name that is no built-in shape, no folder and no hub name."""
-    names = {shape.name.lower(): shape.name for shape in SHAPES}
+    names = {called.lower(): shape.name for shape in SHAPES for called in (shape.name, *shape.also)}
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3)
     hint = f"; the nearest built-in shape is {names[near[0]]}" if near else ""
     return KvbenchError(f"unknown model {name!r}: no built-in shape, folder or hub name (org/name){hint}")
@@ -181,7 +193,9 @@ def _shape(line: Mapping[str, str]) -> ModelShape:
     for field in fields(ModelShape):
         text = line.get(field.name)
         if text and field.name == "quantisation":
-            told[field.name] = scheme(text)
+            told[field.name] = SCHEMES[text]
+        elif text and field.name == "also":
+            told[field.name] = tuple(text.split(";"))
         elif text:
             told[field.name] = text if field.name in ("name", "family", "source") else int(text)
     told["tied"] = bool(line["tied"])

@@ -83,12 +83,12 @@ def catalogue() -> tuple[Card, ...]:
 
 
 def find_card(name: str, extra: Sequence[Card] = ()) -> Card:
-    """The card of that id, name or alias, whatever its case, blanks and dashes; those of a user's file come first.
-    KvbenchError, with the nearest, where there is none."""
-    cards = [*extra, *catalogue()]
+    """The card of that id, name or alias, whatever its case, blanks and dashes; those of a user's file (`extra`) come
+    first, and take the place of the catalogue's of the same id. KvbenchError, with the nearest, where there is none."""
+    cards, own = [*extra, *catalogue()], {card.id: card for card in extra}
     for card in cards:
         if _key(name) in map(_key, card.names):
-            return card
+            return own.get(card.id, card)
     known = {_key(called): card for card in reversed(cards) for called in card.names}
     near = difflib.get_close_matches(_key(name), known, n=1, cutoff=0)
     raise KvbenchError(
@@ -153,7 +153,7 @@ def _cards(table: Mapping[str, Any], where: str) -> tuple[Card, ...]:
     cards = tuple(_card({**defaults, **row}, f"{where}, card {number}") for number, row in enumerate(rows, 1))
     seen: dict[str, str] = {}
     for card in cards:
-        for called in {_key(name) for name in card.names}:
+        for called in dict.fromkeys(map(_key, card.names)):
             if seen.setdefault(called, card.id) != card.id or [one.id for one in cards].count(card.id) > 1:
                 raise KvbenchError(f"{where} has two cards that can be called {called!r}; give each a name of its own")
     return cards

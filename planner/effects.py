@@ -1,7 +1,7 @@
 """Fitted parameters as sums of effects, so that what was never measured falls back to what is like it.
 
-The logarithm of a parameter is its prior mean plus one effect for each level a situation has: all cards, this card, this
-engine generation, this card under this engine … An effect that nothing was measured for is 0, and each is drawn to 0 by
+The logarithm of a parameter is its prior mean plus one effect for each level a situation has: all cards, this card,
+this engine generation, this card under this engine … An effect that nothing was measured for is 0, and each is drawn to 0 by
 its prior's width: partial pooling. A new card keeps the effects of its engine, a new engine those of its card.
 """
 
@@ -45,10 +45,15 @@ PARAMETERS = (
         0.95,
     ),
     Parameter("kv_efficiency", 0.7, 0.3, (("generation", 0.4), ("generation card", 0.2)), 0.05, 1.3),
-    Parameter("link_efficiency", 0.5, 0.4, (("link", 0.4), ("card", 0.3)), 0.02, 1.0),
+    Parameter("link_efficiency", 0.4, 0.5, (("link", 0.6), ("card", 0.5), ("generation card", 0.4)), 0.01, 1.0),
     Parameter("layer_s", 4e-6, 0.5, (("generation", 0.5),)),
     Parameter("host_layer_s", 60e-6, 0.5, (("generation", 0.6), ("generation card", 0.4))),
-    Parameter("sequence_s", 15e-6, 0.7, (("generation load", 0.8), ("engine card", 0.5), ("engine card load", 0.5))),
+    Parameter(
+        "sequence_s",
+        15e-6,
+        0.7,
+        (("generation load", 0.8), ("engine card", 0.5), ("engine card load", 0.5), ("generation shape load", 0.3)),
+    ),
     Parameter("link_s", 8e-6, 0.5, (("link", 0.5), ("generation card", 0.4))),
     Parameter("request_s", 5e-3, 0.8, (("group", 0.8), ("engine card", 0.5), ("engine card parallel", 0.5))),
 )
@@ -66,6 +71,7 @@ def level_of(level: str, configuration: Configuration, situation: Situation) -> 
         "group": configuration.group,
         "load": "offline" if configuration.load == "offline" else "served",
         "moe": moe,
+        "shape": situation.shape.name,
         "parallel": "one" if situation.tp == 1 else "several",
     }
     if level.startswith("moe") and moe == "dense":

@@ -22,10 +22,11 @@ LARGE_CARD_BYTES = 70 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class EngineRules:
-    """`mixed`, `reserve` as in `forecast.Limits`; `sequences` and `batched_tokens` are defaults, the `large_` ones on
-    cards of 70 GiB and more that are no A100; `memory_share` of the card's memory is the engine's, or with
-    `of_the_rest` of what the weights leave; `whole_prompts`: a step takes the longest prompt whole; `kv_bits` of keys and values where weights
-    have 8 or 4 native bits; for so many sequences logits are kept at once, which memory is put aside for."""
+    """`mixed`, `reserve` as in `forecast.Limits`. `sequences` and `batched_tokens` are defaults, the `large_` ones on
+    cards of 70 GiB and more that are no A100. `memory_share` of the card's memory is the engine's, or with
+    `of_the_rest` of what the weights leave. `kv_bits` of keys and values where weights have 8 or 4 native bits.
+    `whole_prompts`: a step takes the longest prompt whole. For `sampled_at_once` sequences logits are kept at once,
+    which memory is put aside for."""
 
     generation: str
     mixed: bool

@@ -1,9 +1,9 @@
 """Fits effects to published measurements: regularised least squares of logarithms, by Gauss and Newton.
 
-Every metric of every configuration is predicted by running its load on the cost model; its derivative by each of the
-nine parameters is a second run with that parameter 5 % higher, and effects follow by the chain rule, since a parameter's
-logarithm is a sum of them. Priors are rows of the same least squares. Residuals are taken to follow Student's t, so a row
-that nothing explains counts little.
+Every metric of every configuration is predicted by running its load on the cost model; its derivative by each
+parameter is a second run with that parameter 5 % higher, and effects follow by the chain rule, since a parameter's
+logarithm is a sum of them. Priors are rows of the same least squares. Residuals are taken to follow Student's t, so a
+row that nothing explains counts little.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Case:
         key = tuple(values.values())
         if key not in self.cache:
             parameters, request_s = parameters_of(values)
-            self.cache = {
-                key: metrics_of(self.configuration, self.settings, self.situation, parameters, request_s)
-            } | ({} if len(self.cache) > 40 else self.cache)
+            self.cache = {key: metrics_of(self.configuration, self.settings, self.situation, parameters, request_s)} | (
+                {} if len(self.cache) > 40 else self.cache
+            )
         return self.cache[key]
 
 

@@ -5,8 +5,9 @@ of published points needs something faster. Here requests are only lengths and t
 the engine's; between two events (an arrival, the end of a request, a full pool) every step is a pure decode with the
 same sequences, and all of them are taken at once.
 
-Two schedulers are known: `mixed` puts chunks of prompts beside decodes under a token budget (vLLM since V1, TensorRT-LLM
-with chunked context, this engine); otherwise prompts run in steps of their own, ahead of decodes (vLLM V0, SGLang).
+Two schedulers are known: `mixed` puts chunks of prompts beside decodes under a token budget (vLLM since V1,
+TensorRT-LLM with chunked context, this engine); otherwise prompts run in steps of their own, ahead of decodes (vLLM V0,
+SGLang).
 """
 
 from __future__ import annotations

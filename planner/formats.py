@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`bits` of a streamed weight; `compute` is the rate of the card it is multiplied at: `bfloat16`, `fp8` (8-bit
-    integers alike) or `fp4`; `kind` groups formats whose kernels are alike; `experts_only`: dense layers stay 16-bit."""
+    """`bits` of a streamed weight. `compute` is the rate of the card it is multiplied at: `bfloat16`, `float16`, `fp8`
+    (8-bit integers alike) or `fp4`. `kind` groups formats whose kernels are alike. `experts_only`: the rest stays
+    16-bit."""
 
     name: str
     bits: float

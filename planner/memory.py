@@ -146,13 +146,11 @@ def windowed_at_once(memory: Memory, tokens: int) -> int:
     return memory.pool_bytes // memory.kv_bytes(-(-tokens // block) * block, "windowed")
 
 
-def fewest_cards(shape: ModelShape, card: Card, serving: Serving) -> int | None:
-    """The smallest number of cards, of those that can share the model, which have room for a block of keys and values;
-    None where none has."""
-    for tp in sharing(shape):
-        if plan_memory(shape, card, replace(serving, tp=tp)).pool_tokens:
-            return tp
-    return None
+def fewest_cards(shape: ModelShape, card: Card, serving: Serving) -> Memory | None:
+    """On the smallest number of cards, of those that can share the model, which have room for a block of keys and
+    values; None where none has."""
+    planned = (plan_memory(shape, card, replace(serving, tp=tp)) for tp in sharing(shape))
+    return next((memory for memory in planned if memory.pool_tokens), None)
 
 
 def plan_memory(shape: ModelShape, card: Card, serving: Serving) -> Memory:

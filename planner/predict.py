@@ -54,12 +54,14 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How a campaign draws lengths: coefficients of variation and the longest output."""
+    """How a campaign draws lengths, and how many: coefficients of variation, the longest output, `requests` that were
+    sent where the row's own number is not that, and `counted` which its rate of requests was divided from."""
 
     cv_input: float = 0.0
     cv_output: float = 0.0
     longest_output: int = 1 << 30
     requests: int | None = None
+    counted: int | None = None
     span: float = 1.0
 
 
@@ -184,7 +186,8 @@ def jobs_of(configuration: Configuration, settings: Settings) -> list[Job]:
     assert configuration.input_tokens and configuration.output_tokens
     load, value = configuration.load, configuration.load_value or 1.0
     drawn = workload_of(configuration)
-    count = configuration.requests or settings.requests or drawn.requests or 0
+    sent = drawn.requests if drawn.counted and load == "rate" else None
+    count = sent or configuration.requests or settings.requests or drawn.requests or 0
     if not count:
         count = {"rate": math.ceil(value * STEADY_S), "closed": math.ceil(8 * value), "offline": 1000}[load]
         count = max(count, 100 if load != "closed" else 8)
@@ -226,7 +229,11 @@ def metrics_of(
         done = forecast(cost, situation.limits, jobs)
         whole = [job for job in done.jobs if job.last_s is not None]
         inputs, outputs = [job.input_tokens for job in whole], [job.output_tokens for job in whole]
-        return _load_metrics(done.times(), inputs, outputs, request_s)
+        values = _load_metrics(done.times(), inputs, outputs, request_s)
+        drawn = workload_of(configuration)
+        if drawn.counted and drawn.requests and values:
+            values["completed_req_rate"] *= drawn.counted / drawn.requests
+        return values
     replay = _replay(configuration, settings, situation.limits)
     return _load_metrics(replay.times(cost), replay.inputs, replay.outputs, request_s)
 

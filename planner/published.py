@@ -49,7 +49,8 @@ class Configuration:
         told = (self.load, _short(self.load_value), self.arrivals, _short(self.requests))
         load = ":".join(part for part in told if part)
         cards = f"{_short(self.cards) or '?'}x{self.card or '?'}/tp{_short(self.tp) or '?'}"
-        return f"{self.group} | {self.engine} | {self.shape or '?'} {self.precision} | {cards} | {self.lengths} | {load}"
+        model = f"{self.shape or '?'} {self.precision}"
+        return " | ".join((self.group, self.engine, model, cards, self.lengths, load))
 
     @property
     def family(self) -> tuple[str, str, str, str, int | None]:
@@ -80,7 +81,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a CSV file with the collection's columns. KvbenchError names the line and column of the first fault."""
+    """All rows of a CSV file with the collection's columns. KvbenchError names line and column of the first fault."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return parse_rows(file, str(path))

@@ -44,8 +44,9 @@ def sentence(facts: Facts) -> str:
     """What a reader takes away."""
     model = f"{facts['model']} in {facts['dtype']}"
     if not facts["pool_tokens"]:
-        cards = facts["fewest_cards"]
-        cure = f"{cards} of them hold it (--tp {cards})" if cards else "no number of them that can share it holds it"
+        enough, cure = facts["enough"], "no number of them that can share it holds it"
+        if enough:
+            cure = f"--tp {enough['tp']} does, with {count(enough['pool_tokens'], 'token')} of keys and values"
         short = binary_size(facts["missing_bytes"]) if facts["missing_bytes"] else "a block of keys and values"
         return f"{model} does not fit on {_fleet(facts)}: {short} is missing on each card; {cure}."
     ratio, label = _contest(facts)
@@ -116,6 +117,12 @@ def _notes(facts: Facts) -> list[str]:
         f"contiguous max: slots of {number(facts['max_model_len'])} tokens (--max-model-len); declared, pow2, oracle: "
         "powers of two; paged: all users at their last token, the worst moment. Nothing is shared."
     ]
+    if facts["tp"] not in shape["even_tp"]:
+        even = ", ".join(map(str, shape["even_tp"]))
+        notes.append(
+            f"{count(shape['heads'], 'head')} over {facts['tp']} cards go unevenly: the fullest card is shown; an "
+            f"engine may refuse this and take {even} cards"
+        )
     if most > facts["max_num_seqs"]:
         notes.append(f"beyond {number(facts['max_num_seqs'])} users --max-num-seqs is the limit, not memory")
     if shape["sliding_layers"]:
@@ -127,6 +134,7 @@ def _notes(facts: Facts) -> list[str]:
         f"activation peak: {number(facts['max_num_batched_tokens'])} tokens a step (--max-num-batched-tokens), "
         f"{number(facts['max_num_seqs'])} users (--max-num-seqs); checked against vLLM's logs on an H100 only"
     )
+    notes.append(f"dimensions of the model: {shape['source']}")
     if facts["usd_per_hour_low"] is not None:
         dated = ", ".join(filter(None, (facts["card"]["price_source"], facts["card"]["price_as_of"])))
         notes.append(f"{_fleet(facts)} for {_price(facts)} an hour ({dated})")

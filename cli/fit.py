@@ -101,17 +101,6 @@ def facts(shape: ModelShape, card: Card, asked: Asked) -> dict[str, Any]:
     longest = {way.name: way.longest(cache, shape.max_positions) for way in ways()} if memory.pool_tokens else {}
     contexts = _contexts(shape, asked, max(longest.values(), default=0))
     slot = asked.max_model_len or max(map(sum, contexts))
-    cache = replace(cache, max_model_len=slot)
-    at_once: dict[str, dict[str, int]] = {}
-    for way in ways():
-        at_once[way.name] = {
-            _label(lengths, contexts): way.most_at_once(cache, lengths) if sum(lengths) <= slot else 0
-            for lengths in contexts
-        }
-    if shape.sliding_layers:
-        at_once[WINDOWED] = {
-            _label(lengths, contexts): windowed_at_once(memory, sum(lengths) - 1) for lengths in contexts
-        }
     return {
         "model": shape.name,
         "gpu": card.id,
@@ -127,10 +116,11 @@ def facts(shape: ModelShape, card: Card, asked: Asked) -> dict[str, Any]:
         "pool_tokens": memory.pool_tokens,
         "missing_bytes": max(0, -memory.left_bytes),
         "enough": None if memory.pool_tokens else _enough(shape, card, serving),
-        "max_concurrency": at_once,
+        "max_concurrency": _at_once(memory, replace(cache, max_model_len=slot), contexts),
         "longest_context_tokens": longest,
-        "contexts": [{"context": _label(one, contexts), "input_tokens": one[0], "output_tokens": one[1]}
-                     for one in contexts],
+        "contexts": [
+            {"context": _label(one, contexts), "input_tokens": one[0], "output_tokens": one[1]} for one in contexts
+        ],
         "gpu_memory_utilization": serving.gpu_memory_utilization,
         "max_model_len": slot,
         "max_num_batched_tokens": serving.max_batched_tokens,
@@ -141,7 +131,17 @@ def facts(shape: ModelShape, card: Card, asked: Asked) -> dict[str, Any]:
         "card": _card_facts(card),
         "usd_per_hour_low": None if card.usd_per_hour is None else card.usd_per_hour[0] * serving.tp,
         "usd_per_hour_high": None if card.usd_per_hour is None else card.usd_per_hour[1] * serving.tp,
-    }  # fmt: skip
+    }
+
+
+def _at_once(memory: Memory, cache: CacheConfig, contexts: tuple[Lengths, ...]) -> dict[str, dict[str, int]]:
+    """Users at once by way and context; 0 where a context is longer than the engine allows."""
+    users: dict[str, dict[str, int]] = {}
+    for way in ways():
+        users[way.name] = {_label(one, contexts): way.most_at_once(cache, one) for one in contexts}
+    if memory.shape.sliding_layers:
+        users[WINDOWED] = {_label(one, contexts): windowed_at_once(memory, sum(one) - 1) for one in contexts}
+    return users
 
 
 def _enough(shape: ModelShape, card: Card, serving: Serving) -> dict[str, int] | None:
@@ -154,6 +154,10 @@ def _shape_facts(shape: ModelShape, memory: Memory) -> dict[str, Any]:
     """What the KV bytes of a token are made of."""
     return {
         "source": shape.source,
+        "vocab": shape.vocab,
+        "quantisation": None if shape.quantisation is None else shape.quantisation.name,
+        "quantised_bits": None if shape.quantisation is None else shape.quantisation.bits,
+        "quantised_parts": _quantised_parts(shape),
         "layers": shape.layers,
         "heads": shape.heads,
         "even_tp": sharing(shape),
@@ -166,6 +170,11 @@ def _shape_facts(shape: ModelShape, memory: Memory) -> dict[str, Any]:
         "sliding_layers": shape.sliding_layers,
         "parts": {name: part.parameters for name, part in shape.parts().items() if part.parameters},
     }
+
+
+def _quantised_parts(shape: ModelShape) -> list[str]:
+    own = shape.quantisation
+    return [] if own is None else [name for name, part in shape.parts().items() if part.matrices and name in own.parts]
 
 
 def _card_facts(card: Card) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def row(card: Card) -> dict[str, Any]:
         "aliases": ", ".join(card.aliases),
         "memory_bytes": card.memory_bytes,
         "memory_source": card.memory_source,
+        "memory_noted": card.memory_noted,
         "bandwidth_bytes_per_s": card.bandwidth_bytes_per_s,
         **rates,
         "link": card.link,
@@ -62,7 +63,7 @@ def row(card: Card) -> dict[str, Any]:
 
 def _notes(rows: list[dict[str, Any]]) -> list[str]:
     """Where the figures come from, each source once."""
-    estimated = sum(row["memory_source"].startswith("estimated") for row in rows)
+    estimated = sum(not row["memory_noted"] for row in rows)
     sources = dict.fromkeys((row["source"], row["as_of"]) for row in rows)
     prices = dict.fromkeys((row["price_source"], row["price_as_of"]) for row in rows if row["price_source"])
     return [

@@ -19,6 +19,7 @@ from kvbench.errors import KvbenchError
 TORCH_SHARE = 0.994
 """What torch reports as a card's total is this share of the driver's (81,559 MiB by the driver, 79.18 GiB by torch)."""
 
+NOTED = "torch's total"
 MIB, GIB, GB = 2**20, 2**30, 10**9
 TEXTS = ("id", "name", "link", "note", "memory_source", "source", "as_of", "price_source", "price_as_of")
 NUMBERS = (
@@ -64,6 +65,11 @@ class Card:
     price_source: str = ""
     price_as_of: str = ""
     aliases: tuple[str, ...] = ()
+
+    @property
+    def memory_noted(self) -> bool:
+        """Whether `memory_bytes` is what somebody saw torch report, no estimate."""
+        return self.memory_source.startswith(NOTED)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,7 +214,7 @@ def _memory(numbers: Mapping[str, float], texts: Mapping[str, str], where: str) 
     """What torch reports, or an estimate that says what it is made of."""
     origin = texts["memory_source"] or where
     if total := numbers.get("torch_total_bytes"):
-        return int(total), f"torch's total: {origin}"
+        return int(total), f"{NOTED}: {origin}"
     if driver := numbers.get("driver_mib"):
         return int(driver * MIB * TORCH_SHARE), f"estimated: {TORCH_SHARE:.1%} of the driver's {driver:,.0f} MiB"
     if vendor := numbers.get("vendor_gb"):

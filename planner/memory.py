@@ -82,13 +82,12 @@ def default_limits(card: Card) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One line of the sum, in bytes of one card."""
+    """One line of the sum, in bytes of one card. `note`: what its figure hangs on, where that differs by case."""
 
     key: str
-    words: str
     bytes: int
     evidence: str
-    why: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,32 +158,30 @@ def plan_memory(shape: ModelShape, card: Card, serving: Serving) -> Memory:
     budget = int(card.memory_bytes * serving.gpu_memory_utilization)
     weights = shape.part_bytes(serving.itemsize, serving.tp)
     padding = _padding_bytes(shape, weights[EXPERTS])
-    peak, why = activation_peak(shape, serving)
+    peak, widest = activation_peak(shape, serving)
+    known = CATALOGUE if card.memory_noted else ESTIMATED
     terms = [
-        Term("budget", f"{serving.gpu_memory_utilization:.0%} of the card's {_gib(card.memory_bytes)}", budget,
-             CATALOGUE, card.memory_source),
-        Term("weights", "weights", sum(weights.values()), EXACT, _weights_words(shape, serving)),
-        Term("rotary", "rotary table", _rotary_bytes(shape, serving), ESTIMATED, "positions x rotary width, as vLLM's"),
-        Term("padding", "padding of quantised experts", padding, ESTIMATED, "hidden size up to the kernels' multiple"),
-        Term("activation", "activation peak", peak, ESTIMATED, why),
-        Term("outside", "outside torch", OUTSIDE_TORCH_BYTES, ESTIMATED, "driver and libraries, measured on an H100"),
-        Term("graphs", "CUDA graphs", serving.graph_bytes, ESTIMATED,
-             "captured into what the budget leaves" if not serving.graph_bytes else "--graph-memory"),
-    ]  # fmt: skip
+        Term("budget", budget, known, card.memory_source),
+        Term("weights", sum(weights.values()), EXACT),
+        Term("rotary", _rotary_bytes(shape, serving), ESTIMATED),
+        Term("padding", padding, ESTIMATED),
+        Term("activation", peak, ESTIMATED, widest),
+        Term("outside", OUTSIDE_TORCH_BYTES, ESTIMATED),
+        Term("graphs", serving.graph_bytes, ESTIMATED),
+    ]
     kept = [term for term in terms if term.bytes or term.key not in ("rotary", "padding")]
     return Memory(shape, card, serving, tuple(kept))
 
 
 def activation_peak(shape: ModelShape, serving: Serving) -> tuple[int, str]:
-    """The most that one step holds beside weights and cache, and what it is: a layer of a full batch, or choosing the
-    tokens of as many sequences as may run."""
+    """The most that one step holds beside weights and cache, and what it is: a `layer` of a full batch, or the `logits`
+    of as many sequences as may run, while their tokens are chosen."""
     item, batch, tp = serving.itemsize, serving.max_batched_tokens, serving.tp
     sampled = min(serving.max_sequences, batch)
     hidden = batch * shape.hidden * item
     choosing = sampled * shape.vocab * (item + SORTED_BYTES) + hidden
     layer = 2 * hidden + batch * _layer_width(shape, tp) * item
-    words = f"{sampled:,} x {shape.vocab:,} logits" if choosing >= layer else f"a layer of {batch:,} tokens"
-    return max(choosing, layer) + WORKSPACE_BYTES, words
+    return max(choosing, layer) + WORKSPACE_BYTES, "logits" if choosing >= layer else "layer"
 
 
 def _layer_width(shape: ModelShape, tp: int) -> int:
@@ -210,14 +207,3 @@ def _padding_bytes(shape: ModelShape, expert_bytes: int) -> int:
     if multiple is None:
         return 0
     return expert_bytes * (-shape.hidden % multiple) // shape.hidden
-
-
-def _weights_words(shape: ModelShape, serving: Serving) -> str:
-    words = f"{shape.parameters:,} parameters in {serving.dtype}"
-    if (own := shape.quantisation) is not None:
-        words += f", {', '.join(sorted(own.parts))} in {own.name} ({own.bits:.4g} bits)"
-    return words + (f", one of {serving.tp} shares" if serving.tp > 1 else "")
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

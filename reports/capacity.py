@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.reports.plain import Lines, as_markdown, as_text, wrapped
-from kvbench.reports.words import DASH, THIN, binary_size, count, number, times
+from kvbench.reports.words import DASH, THIN, binary_size, count, listing, number, plain, times
 
 Facts = Mapping[str, Any]
 
@@ -81,12 +81,39 @@ def _fleet(facts: Facts) -> str:
 
 def _terms(facts: Facts) -> Lines:
     lines = [["term", "GiB", "bytes", "figure", "of what"]]
-    for place, term in enumerate(facts["terms"]):
-        sign = "- " if place else ""
-        lines.append([sign + term["words"], _gib(term["bytes"]), number(term["bytes"]), term["evidence"], term["why"]])
+    for term in facts["terms"]:
+        words, of_what = _words_of(term, facts)
+        lines.append([words, _gib(term["bytes"]), number(term["bytes"]), term["evidence"], of_what])
     blocks = f"{number(facts['pool_tokens'])} tokens in blocks of {facts['block_size']} x {_per_token(facts)}"
     lines.append(["= KV pool", _gib(facts["pool_bytes"]), number(facts["pool_bytes"]), "reckoned", blocks])
     return lines
+
+
+def _words_of(term: Mapping[str, Any], facts: Facts) -> tuple[str, str]:
+    """What a term is called, and what its figure is made of."""
+    share, memory = facts["gpu_memory_utilization"] * 100, _gib(facts["card"]["memory_bytes"])
+    users, batch, vocab = facts["max_num_seqs"], facts["max_num_batched_tokens"], facts["shape"]["vocab"]
+    peak = f"{number(min(users, batch))} x {number(vocab)} logits"
+    if term["note"] == "layer":
+        peak = f"a layer of {count(batch, 'token')}"
+    return {
+        "budget": (f"{plain(share)}% of the card's {memory} GiB", term["note"].removeprefix("estimated: ")),
+        "weights": ("- weights", _weights(facts)),
+        "rotary": ("- rotary table", "positions x rotary width, as vLLM's"),
+        "padding": ("- padding of quantised experts", "hidden size up to the kernels' multiple"),
+        "activation": ("- activation peak", peak),
+        "outside": ("- outside torch", "driver and libraries, measured on an H100"),
+        "graphs": ("- CUDA graphs", "--graph-memory" if term["bytes"] else "captured into what the budget leaves"),
+    }[term["key"]]
+
+
+def _weights(facts: Facts) -> str:
+    shape = facts["shape"]
+    words = f"{number(facts['parameters'])} parameters in {facts['dtype']}"
+    if shape["quantised_parts"]:
+        bits = f"{shape['quantised_bits']:.4g} bits"
+        words += f", {listing(shape['quantised_parts'])} in {shape['quantisation']} ({bits})"
+    return words + (f", one of {facts['tp']} shares" if facts["tp"] > 1 else "")
 
 
 def _per_token(facts: Facts) -> str:

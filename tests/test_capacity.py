@@ -161,6 +161,10 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert words in text
     assert "exact" in text and "estimated" in text and "catalogue" in text
+    few = " ".join(run(capsys, *LLAMA, "--max-num-seqs", "1", "--gpu-memory-utilization", "0.925")[1].split())
+    assert "92.5% of the card's 79.18 GiB" in few and "a layer of 8,192 tokens" in few
+    experts = " ".join(run(capsys, "capacity", "--model", "gpt-oss-20b", "--gpu", "h100", "--tp", "2")[1].split())
+    assert "parameters in bfloat16, experts in mxfp4 (4.25 bits), one of 2 shares" in experts
     _, markdown, _ = run(capsys, *LLAMA, "--format", "markdown")
     assert "| term | GiB |" in markdown and "### Users at once" in markdown
 

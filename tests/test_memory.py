@@ -145,19 +145,23 @@ def test_the_sum_is_the_sum_of_its_terms() -> None:
     budget, *taken = memory.terms
     assert memory.left_bytes == budget.bytes - sum(term.bytes for term in taken)
     assert {term.key for term in taken} == {"weights", "rotary", "padding", "activation", "outside", "graphs"}
-    assert {term.evidence for term in memory.terms} == {"catalogue", "exact", "estimated"}
+    assert {term.key: term.evidence for term in memory.terms if term.evidence != "estimated"} == {
+        "budget": "catalogue",
+        "weights": "exact",
+    }
+    assert planned("tiny", "l4").terms[0].evidence == "estimated"  # nobody noted what torch reports of an L4
     assert memory.term("graphs").bytes == GIB
     assert memory.term("padding").bytes == pytest.approx(memory.shape.part_bytes(2, 2)["experts"] / 15, rel=1e-9)
 
 
 def test_choosing_tokens_or_a_layer_is_the_peak() -> None:
     shape = load_shape("Llama-3.1-8B")
-    peak, why = activation_peak(shape, AS_VLLM)
+    peak, widest = activation_peak(shape, AS_VLLM)
     assert peak == 1024 * 128256 * 38 + 8192 * 4096 * 2 + int(0.05 * GIB)
-    assert "1,024 x 128,256 logits" in why
-    peak, why = activation_peak(shape, Serving(max_batched_tokens=8192, max_sequences=1))
+    assert widest == "logits"
+    peak, widest = activation_peak(shape, Serving(max_batched_tokens=8192, max_sequences=1))
     assert peak == 8192 * (2 * 4096 + 3 * 14336) * 2 + int(0.05 * GIB)
-    assert "a layer of 8,192 tokens" in why
+    assert widest == "layer"
     few, _ = activation_peak(shape, Serving(max_batched_tokens=16, max_sequences=1024))
     assert few == activation_peak(shape, Serving(max_batched_tokens=16, max_sequences=16))[0]
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence as Many
 from dataclasses import fields
 
 from kvbench.engine.clock import VirtualClock
-from kvbench.engine.types import Batch, Request, Sampled, Ticket
+from kvbench.engine.types import Batch, Request, Sampled, Ticket, stand_ins
 from kvbench.errors import KvbenchError
 from kvbench.metrics.records import FINISHED, RequestRecord, Run
-from kvbench.planner.simulator import stand_in
 
 
 class Tape(VirtualClock):
@@ -44,7 +43,7 @@ class Tape(VirtualClock):
         for sequence in ticket.batch.drawn():
             known = self._answers.get((sequence.request.id, sequence.sample), [])
             at = sequence.generated
-            tokens.append(known[at] if at < len(known) else stand_in(sequence, sequence.known))
+            tokens.append(known[at] if at < len(known) else stand_ins(sequence, sequence.known, sequence.known + 1)[0])
         return Sampled(tokens, ticket.pending)
 
     def wait_until(self, at_s: float) -> float:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from kvbench.engine.parameters import ATTENTION, DENSE, EXPERTS, NORMS, ROUTER, SHARED, split_heads
 from kvbench.errors import KvbenchError
 from kvbench.planner.formats import find_format, flops_per_s
+from kvbench.planner.work import StepWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,20 +30,6 @@ if TYPE_CHECKING:
     from kvbench.engine.shapes import ModelShape
     from kvbench.planner.catalog import Card
     from kvbench.planner.formats import Format
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """What one step does. `context_tokens` are the computed tokens of its sequences once it is done, `attended_pairs`
-    its (query, key) pairs; `copied_tokens` rows move within the card, `swapped_tokens` over the link to the host."""
-
-    decodes: int = 0
-    prefill_tokens: int = 0
-    attended_pairs: int = 0
-    context_tokens: int = 0
-    sampled_tokens: int = 0
-    copied_tokens: int = 0
-    swapped_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

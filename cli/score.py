@@ -30,7 +30,8 @@ def score(
         Path | None, typer.Option("--split", help="Also write which configuration is in which fold to this CSV file.")
     ] = None,
 ) -> None:
-    """Predict published measurements, by the shipped parameters or by cross-validation, beside the datasheet's roofline.
+    """Predict published measurements, by the shipped parameters or by cross-validation, beside the datasheet's roofline
+    (peak rates, nothing else).
 
     MAPE, signed bias and 90th percentile by metric and class; refused and excluded rows are counted by rule.
     """

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from kvbench.engine.parameters import ATTENTION, DENSE, EXPERTS, NORMS, ROUTER, SHARED, split_heads
 from kvbench.errors import KvbenchError
 from kvbench.planner.formats import find_format, flops_per_s
-from kvbench.planner.work import StepWork as StepWork
+from kvbench.planner.work import StepWork
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,8 +1,8 @@
 """Fitted parameters as sums of effects, so that what was never measured falls back to what is like it.
 
 The logarithm of a parameter is its prior mean plus one effect for each level a situation has: all cards, this card,
-this engine generation, this card under this engine … An effect that nothing was measured for is 0, and each is drawn to 0 by
-its prior's width: partial pooling. A new card keeps the effects of its engine, a new engine those of its card.
+this engine generation, this card under this engine … An effect that nothing was measured for is 0, and each is drawn to
+0 by its prior's width: partial pooling. A new card keeps the effects of its engine, a new engine those of its card.
 """
 
 from __future__ import annotations

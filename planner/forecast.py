@@ -19,13 +19,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbench.planner.cost import CostModel, StepWork
+from kvbench.planner.cost import CostModel
+from kvbench.planner.simulator import StepCost
+from kvbench.planner.work import StepWork
 
 if TYPE_CHECKING:
     import numpy as np
 
 Work = tuple[int, int, int, int, int]
 """The first five fields of StepWork."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Every step takes a second: for loads whose order of steps no time changes."""
+
+    def seconds(self, work: StepWork) -> float:
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +125,7 @@ class Replay:
 class Line:
     """One replica at work on its jobs."""
 
-    def __init__(self, cost: CostModel, limits: Limits, jobs: Sequence[Job], concurrency: int | None) -> None:
+    def __init__(self, cost: StepCost, limits: Limits, jobs: Sequence[Job], concurrency: int | None) -> None:
         self.cost = cost
         self.limits = limits
         self.jobs = list(jobs)
@@ -291,7 +301,7 @@ class Line:
         self.open -= 1
 
 
-def forecast(cost: CostModel, limits: Limits, jobs: Sequence[Job], concurrency: int | None = None) -> Forecast:
+def forecast(cost: StepCost, limits: Limits, jobs: Sequence[Job], concurrency: int | None = None) -> Forecast:
     """Run `jobs`, in order of arrival, or at most `concurrency` at once, each as soon as one ended."""
     assert limits.sequences > 0 and limits.batched_tokens > 0 and limits.pool_tokens > 0, limits
     return Line(cost, limits, jobs, concurrency).run()

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.errors import KvbenchError
 from kvbench.planner.catalog import Card, find_card
-from kvbench.planner.cost import CostModel, StepParameters, StepWork, cost_model
+from kvbench.planner.cost import CostModel, StepParameters, cost_model
 from kvbench.planner.engines import EngineRules, find_engine
-from kvbench.planner.forecast import Job, Limits, Replay, forecast
+from kvbench.planner.forecast import Job, Limits, Replay, Unit, forecast
 from kvbench.planner.formats import Format, find_format, native
 from kvbench.planner.memory import Serving, plan_memory
 from kvbench.planner.published import Configuration, Settings
+from kvbench.planner.work import StepWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -242,8 +243,7 @@ def metrics_of(
 def _replay(configuration: Configuration, settings: Settings, limits: Limits) -> Replay:
     """The steps of a load that no step's time changes, which need not be found twice."""
     concurrency = round(configuration.load_value or 1) if configuration.load == "closed" else None
-    unit = CostModel(*[1.0] * 10, host_s=0.0, sequence_s=0.0, experts=0, expert_miss=0.0, window=0, sliding_share=0.0)
-    return Replay.of(forecast(unit, limits, jobs_of(configuration, settings), concurrency))
+    return Replay.of(forecast(Unit(), limits, jobs_of(configuration, settings), concurrency))
 
 
 def sustained_per_s(configuration: Configuration, situation: Situation, cost: CostModel) -> float:

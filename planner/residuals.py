@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvbench.planner.fit import Case
 
 FAMILIES = {
@@ -62,7 +64,7 @@ def groups_of(case: Case) -> list[str]:
     return [" | ".join(values[part] for part in level.split()) for level, _ in LEVELS]
 
 
-def fit_residuals(cases: Sequence[Case], residual: Iterable[Sequence[float]]) -> Effects:
+def fit_residuals(cases: Sequence[Case], residual: Iterable[np.ndarray]) -> Effects:
     """Effects of all groups from the residuals of all rows, family by family; rows far off count little."""
     import numpy as np
 
@@ -80,7 +82,7 @@ def fit_residuals(cases: Sequence[Case], residual: Iterable[Sequence[float]]) ->
         for level, (_, width) in enumerate(LEVELS):
             widths[columns[:, level]] = width * scale
         target = np.array([value for _, value in members])
-        found = np.zeros(len(index))
+        found: np.ndarray = np.zeros(len(index))
         for _ in range(ROUNDS):
             size = (target - found[columns].sum(1)) / (NOISE * scale)
             weight = (FREEDOM + 1) / (FREEDOM + size**2) / (NOISE * scale) ** 2
@@ -90,7 +92,7 @@ def fit_residuals(cases: Sequence[Case], residual: Iterable[Sequence[float]]) ->
                 np.add.at(right, columns[:, a], weight * target)
                 for b in range(len(LEVELS)):
                     np.add.at(normal, (columns[:, a], columns[:, b]), weight)
-            found = np.linalg.solve(normal, right)
+            found = np.asarray(np.linalg.solve(normal, right))
         effects |= {(family, group): float(found[i]) for group, i in index.items()}
     return effects
 

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvbench.planner.cost import StepParameters
 from kvbench.planner.crossvalidate import corrected, cross_validate
 from kvbench.planner.effects import effect_names, values_of
 from kvbench.planner.fit import NOISE as SCORED
 from kvbench.planner.fit import Case, fit
-from kvbench.planner.predict import Refused, Situation, StepParameters, look_up, metrics_of, overloaded, parameters_of
+from kvbench.planner.predict import Refused, Situation, look_up, metrics_of, overloaded, parameters_of
 from kvbench.planner.published import Configuration, Row, Settings
 from kvbench.planner.shipped import Shipped
 

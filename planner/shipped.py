@@ -94,8 +94,8 @@ def write(
     """The text of `parameters.toml`. Effects under a thousandth are left out: they are 0 to every digit printed."""
     rows = sum(len(case.measured) for case in cases)
     lines = [
-        "# Fitted by `python -m kvbench.planner.refit`; not to be edited by hand. Effects are logarithms: a parameter is",
-        "# its prior median (planner/effects.py) times e to the sum of its effects; those of residuals multiply a metric.",
+        "# Fitted by `python -m kvbench.planner.refit`; not to be edited by hand. Effects are logarithms: a parameter",
+        "# is its prior median (planner/effects.py) times e to the sum of its effects; a residual's multiply a metric.",
         "",
         "[fitted]",
         f"source = {json.dumps(source)}",

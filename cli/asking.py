@@ -24,7 +24,7 @@ CPU_CONTEXT = Context(64, 40)
 GPU_LOADS = tuple(LoadPoint(concurrency=users) for users in (1, 8, 64, 256))
 GPU_CONTEXT = Context(1024, 256)
 SIM_LOADS = tuple(LoadPoint(concurrency=users) for users in (16, 64, 256))
-SIM_CONTEXT = Context(2048, 512)
+SIM_CONTEXT = Context(1024, 1024)
 
 OPEN_CONTEXTS = {"cpu": CPU_CONTEXT, "cuda": GPU_CONTEXT, "sim": SIM_CONTEXT}
 """Without a word from the user, by kind of device."""

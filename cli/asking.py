@@ -23,6 +23,14 @@ CPU_LOADS = (LoadPoint(concurrency=4), LoadPoint(concurrency=16))
 CPU_CONTEXT = Context(64, 40)
 GPU_LOADS = tuple(LoadPoint(concurrency=users) for users in (1, 8, 64, 256))
 GPU_CONTEXT = Context(1024, 256)
+SIM_LOADS = tuple(LoadPoint(concurrency=users) for users in (16, 64, 256))
+SIM_CONTEXT = Context(1024, 1024)
+
+OPEN_CONTEXTS = {"cpu": CPU_CONTEXT, "cuda": GPU_CONTEXT, "sim": SIM_CONTEXT}
+"""Without a word from the user, by kind of device."""
+
+ROUNDS = {"cpu": 3, "cuda": 8, "sim": 4}
+"""Without a word from the user every client of a closed loop asks so often."""
 
 RANGE_RATIO = 0.8
 """Without a word from the user, prompts and answers spread as widely as real ones do: 20 % to 180 % of their mean."""
@@ -77,12 +85,11 @@ class Asking:
         return self._most(load, self.datasets[context.single])
 
     def _most(self, load: LoadPoint, data: Dataset) -> int:
-        """What `--num-prompts` says, or by itself: three rounds of every client on a CPU, eight on a GPU; half a minute
-        of an open loop."""
+        """What `--num-prompts` says, or by itself: some rounds of every client; half a minute of an open loop."""
         if self.config.prompts:
             return self.config.prompts
         if load.concurrency is not None:
-            count = load.concurrency * (3 if self.device == "cpu" else 8) * self.config.turns
+            count = load.concurrency * ROUNDS[self.device] * self.config.turns
         else:
             assert load.request_rate is not None
             count = max(16, round(load.request_rate * 30)) * self.config.turns
@@ -121,7 +128,7 @@ def fill_contexts(config: LoadConfig, device: str) -> list[Context]:
     told = config.contexts or (Context(),)
     if config.dataset not in ("random", "jsonl"):
         return list(told)
-    fallback = CPU_CONTEXT if device == "cpu" else GPU_CONTEXT
+    fallback = OPEN_CONTEXTS[device]
     inputs = fallback.input_tokens if config.dataset == "random" else None
     full = [
         replace(

@@ -14,29 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cli import until
+from kvbench.cli.announce import announce, announce_time
 from kvbench.cli.config import SweepConfig
-from kvbench.cli.find import announce, find_limits
+from kvbench.cli.find import announce_search, find_limits
 from kvbench.cli.manifest import (
     begin_session,
     dataset_facts,
     end_session,
     kv_facts,
-    lengths,
     manifest,
     mark_whole,
-    model_facts,
-    random_weights,
     server_facts,
 )
 from kvbench.cli.resume import Continuation, take_up
-from kvbench.cli.server import described
 from kvbench.cli.stack import SERVER
 from kvbench.engine.environment import cpu_in_use, find_device, unusable_gpu, versions
 from kvbench.errors import KvbenchError
-from kvbench.metrics.precision import FEWEST_REPEATS
+from kvbench.metrics.records import SIMULATED, Run
 from kvbench.metrics.store import RunFolder, refuse_used
-from kvbench.workloads.arrivals import TRACE
-from kvbench.workloads.client import PATIENCE_S
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,12 +73,12 @@ def _measured(config: SweepConfig, output: Path | None, dry_run: bool) -> RunFol
     say = _console()
     _check_output(output)
     job = _prepared(config, say)
-    _announce(job, say)
+    announce(job, say)
     cold_s, guesses_s = _warmed_up(job, say)
     if config.find:
-        announce(job, say)
+        announce_search(job, say)
     else:
-        _announce_time(job, guesses_s, say)
+        announce_time(job, guesses_s, say)
     if dry_run:
         return None
     folder = _create(job, output, cold_s)
@@ -110,14 +105,20 @@ def _continued(past: Continuation, config: SweepConfig, dry_run: bool) -> RunFol
             return folder
         say.print(f"{'resume':>14}  {folder.path}: {past.done} cells done, {len(past.left)} to go", markup=False)
         past.check(environment=versions())
-        past.check(device=find_device(config.device).facts())
+        if config.card is None:  # a real device is known before anything is loaded on it
+            past.check(device=find_device(config.device).facts())
         job = past.job(_prepared(past.pinned(config), say))
-        past.check(model=model_facts(job), kv=kv_facts(job), server=server_facts(job))
+        past.check(
+            device=job.machine.device_facts(),
+            model=job.machine.model_facts(),
+            kv=kv_facts(job),
+            server=server_facts(job),
+        )
         for difference in past.forced:
             say.print(
                 f"kvbench: {difference}; going on because of --force", style="bold red", markup=False, soft_wrap=True
             )
-        _announce(job, say)
+        announce(job, say)
         cold_s, guesses_s = _warmed_up(job, say)
         say.print(f"{'plan':>14}  {len(job.cells)} cells, about {clock(sum(guesses_s.values()))}", markup=False)
         if dry_run:
@@ -147,6 +148,10 @@ def _check_output(output: Path | None) -> None:
 
 
 def _prepared(config: SweepConfig, say: Console) -> Job:
+    if config.card is not None:  # its time does not hang on who else uses this machine
+        from kvbench.cli.job import prepare
+
+        return prepare(config)
     others = _mind_others()
     with say.status("loading torch and the model"):
         from kvbench.cli.job import prepare
@@ -162,8 +167,10 @@ def _prepared(config: SweepConfig, say: Console) -> Job:
 
 
 def _warmed_up(job: Job, say: Console) -> tuple[float | None, dict[str, float]]:
-    from kvbench.cli.measure import warm_up
+    from kvbench.cli.warm import rehearse, warm_up
 
+    if job.machine.evidence == SIMULATED:
+        return None, rehearse(job)
     with say.status("warming up"):
         return warm_up(job)
 
@@ -178,101 +185,10 @@ def _mind_others() -> float:
     return others
 
 
-def _announce(job: Job, say: Console) -> None:
-    """What will run, and why what was left open was chosen so."""
-    cache, endpoint = job.stack.cache, job.stack.endpoint
-    lines = {
-        "device": f"{job.device.name}, {_cores(job)}",
-        **(_model(job) if job.stack.loaded else {"model": f"{job.source.name}, on the server only"}),
-        "server": described(endpoint) if endpoint else "",
-        "request_timeout": _patience(job) if endpoint else "",
-        "compared": ", ".join(dict.fromkeys(str(cell.variant) for cell in job.cells)),
-        "kv_memory": f"{_size(job, cache.pool_tokens)}, the same for each backend" if job.stack.loaded else "",
-        "swap_space": f"{_size(job, cache.swap_tokens)} of host memory" if cache.swap_tokens else "",
-        "max_model_len": f"{cache.max_model_len} tokens",
-        "concurrency": _loads(job),
-        "lengths": lengths(job),
-    }
-    for name, line in lines.items():
-        if not line:
-            continue
-        reason = f"  ({job.choices[name]})" if name in job.choices else ""
-        say.print(f"{name.replace('_', ' '):>14}  {line}{reason}", markup=False, soft_wrap=True)
-
-
-def _patience(job: Job) -> str:
-    """How long a request may take; a server is never waited for without an end."""
-    told = job.config.request_timeout_s
-    return f"{told or PATIENCE_S:g} s{'' if told else ', of the server only; --request-timeout sets your own'}"
-
-
-def _model(job: Job) -> dict[str, str]:
-    """The model that was loaded here."""
-    model = job.stack.model
-    real = "random weights" if random_weights(job) else "real weights"
-    dtype, per_token = str(model.dtype).removeprefix("torch."), model.kv.bytes_per_token(model.dtype.itemsize)
-    return {
-        "model": f"{job.source.name}, {real}, loaded in {job.model_load_s or 0.0:.1f} s",
-        "dtype": f"{dtype}, {per_token:,} bytes of KV a token",
-    }
-
-
-def _size(job: Job, tokens: int) -> str:
-    """`33 MiB = 1,504 tokens`."""
-    model = job.stack.model
-    size = tokens * model.kv.bytes_per_token(model.dtype.itemsize) / 2**20
-    return f"{size:,.{0 if size >= 10 else 2}f} MiB = {tokens:,} tokens"
-
-
-def _cores(job: Job) -> str:
-    if job.device.kind != "cpu":
-        return f"{job.device.cores} SMs"
-    threads = f", {job.device.threads} threads" if job.device.threads != job.device.cores else ""
-    return f"{job.device.cores} core{'s' * (job.device.cores > 1)}{threads}"
-
-
-def _loads(job: Job) -> str:
-    loads = dict.fromkeys(cell.load for cell in job.cells)
-    numbers = ", ".join(load.number for load in loads)
-    if any(load.concurrency is None for load in loads):
-        return _open_loads(job, numbers)
-    return f"{numbers} user{'s' * (numbers != '1')} at once"
-
-
-def _open_loads(job: Job, numbers: str) -> str:
-    """`2 requests/s, poisson, at most 8 in flight`; `as recorded, 10 times as fast`."""
-    config = job.config
-    if config.process.kind != TRACE:
-        said = f"{numbers} requests/s, {config.arrivals or 'poisson'}"
-    elif any(cell.load.request_rate for cell in job.cells):
-        said = f"{numbers} requests/s, as the trace had them"
-    else:
-        said = "as recorded" + (f", {config.trace_scale:g} times as fast" if config.trace_scale else "")
-    return said + (f", at most {config.max_concurrency} in flight" if config.max_concurrency else "")
-
-
-def _announce_time(job: Job, guesses_s: dict[str, float], say: Console) -> None:
-    """The whole grid and how long it will take."""
-    from kvbench.cli.progress import clock
-
-    variants = len(dict.fromkeys(cell.variant for cell in job.cells))
-    points = len(job.cells) // variants // job.repeats
-    counts = {"variant": variants, "point": points, "repeat": job.repeats}
-    grid = " x ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items())
-    fewer = "  (fewer repeats, but two, where time runs short; --repeats sets your own)"
-    if job.config.until_ci is not None:
-        fewer = f"  (fewer repeats, but {FEWEST_REPEATS}, once each interval is within ± {job.config.until_ci:.4g})"
-    elif job.config.repeats:
-        fewer = ""
-    took = clock(sum(guesses_s[cell.id] for cell in job.cells))
-    line = f"{'plan':>14}  {len(job.cells)} cell{'s' * (len(job.cells) > 1)} = {grid}, about {took}{fewer}"
-    say.print(line, markup=False, soft_wrap=True)
-
-
 def _create(job: Job, output: Path | None, cold_s: float | None) -> RunFolder:
     if output is None:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        name = Path("runs", f"{stamp}-{job.source.name.replace('/', '--')}")
+        name = Path("runs", f"{stamp}-{job.machine.model_name.replace('/', '--')}")
         output = next(path for path in map(Path, _spellings(str(name))) if not path.exists())
     return RunFolder.create(output, manifest(job, cold_s))
 
@@ -289,7 +205,7 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
     from kvbench.cli.progress import Progress
 
     progress = Progress(say, job.cells, guesses_s, done=len(folder.manifest["cells"]) - len(job.cells))
-    once = {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s}
+    once = {"model_load_s": job.machine.load_s, "cold_first_token_s": cold_s}
     interrupted, share = False, job.config.until_ci
     began_s, whole = time.monotonic(), len(job.cells) == len(folder.manifest["cells"])
     try:
@@ -306,7 +222,7 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
             row, run = measure(job, cell, progress.watch)
             known = dict.fromkeys(once) if cell.variant.backend == SERVER else once
             folder.write_cell(cell.id, row | known, run)
-            progress.finish(cell, _said(row))
+            progress.finish(cell, _said(row, run))
     except KeyboardInterrupt:
         interrupted = True
         folder.catch_up()
@@ -314,7 +230,7 @@ def _run_cells(job: Job, folder: RunFolder, cold_s: float | None, guesses_s: dic
         progress.stop()
         if share is not None:
             folder.update_manifest(until_ci=until.outcome(folder, share))
-        end_session(folder, interrupted=interrupted)
+        end_session(job, folder, interrupted=interrupted)
     if interrupted:
         say.print(f"kvbench: the same command with --resume --output {folder.path} measures the rest", markup=False)
 
@@ -331,10 +247,11 @@ def _precise(folder: RunFolder, cell: Cell, share: float) -> bool:
     return True
 
 
-def _said(row: dict[str, Any]) -> str:
+def _said(row: dict[str, Any], run: Run | None) -> str:
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
     if (speed := row["output_tokens_per_s"]) is None:
         return "ok"
     together = f", {row['peak_running']} at once" if row["peak_running"] is not None else ""
-    return f"{speed:.0f} out tok/s{together}"
+    computed = f", {run.end_s:.1f} s simulated" if run and row["evidence"] == SIMULATED else ""
+    return f"{speed:.0f} out tok/s{together}{computed}"

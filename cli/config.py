@@ -21,6 +21,10 @@ from kvbench.workloads.options import LARGEST, choice
 
 MOST_REPEATS = 1000
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8")
+PATHS_OF_FILES = ("dataset_path", "gpu_file")
+SIM = "sim:"
+"""How the name of a device begins that is only computed."""
 FORMATS = ("table", "markdown", "csv", "json")
 
 FLAGS = {
@@ -68,6 +72,9 @@ class SweepConfig(LoadConfig):
     weights: str = "auto"
     dtype: str | None = None
     device: str | None = None
+    tp: int = 1
+    kv_dtype: str = "auto"
+    gpu_file: Path | None = None
     kv_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
@@ -105,6 +112,7 @@ class SweepConfig(LoadConfig):
             ("--max-num-seqs", self.max_sequences),
             ("--max-tokens", self.max_tokens),
             ("--repeats", self.repeats),
+            ("--tp", self.tp),
         )
         for flag, count in whole:
             if count is not None and not 1 <= count <= LARGEST:
@@ -127,6 +135,7 @@ class SweepConfig(LoadConfig):
         self._check_variants()
         self._check_samples()
         self._check_target()
+        self._check_device()
         if self.repeats is not None and self.repeats > MOST_REPEATS:
             raise KvbenchError(f"--repeats must be at most {MOST_REPEATS:,}, not {self.repeats}")
         if self.find is not None:
@@ -184,11 +193,41 @@ class SweepConfig(LoadConfig):
         if self.model is None:
             raise KvbenchError("--target needs --model: the shape and the tokenizer of the model that is served there")
 
+    @property
+    def card(self) -> str | None:
+        """The name of the card that is only computed; None where the device is one there is."""
+        return self.device.removeprefix(SIM) if self.device and self.device.startswith(SIM) else None
+
+    def _check_device(self) -> None:
+        """What only a real device can do, and what only a computed one."""
+        if self.card is None:
+            if self.tp > 1:
+                raise KvbenchError(
+                    f"--tp {self.tp} shares a model over computed cards only; add --device {SIM}CARD or drop --tp"
+                )
+            if self.kv_dtype != KV_DTYPES[0]:
+                raise KvbenchError(
+                    f"--kv-dtype {self.kv_dtype} is for computed cards only; add --device {SIM}CARD or drop it"
+                )
+            if self.gpu_file is not None:
+                raise KvbenchError(f"--gpu-file describes cards to compute; add --device {SIM}CARD or drop it")
+            return
+        where = f"--device {self.device} computes how long steps take, not their tokens"
+        if self.target is not None:
+            raise KvbenchError(
+                f"{where}, and --target measures a server: two kinds of evidence do not share a run; drop one of them"
+            )
+        if self.ignore_eos is False or (self.ignore_eos is None and self.dataset == "jsonl"):
+            raise KvbenchError(f"{where}, so no answer can end by itself; add --ignore-eos: each has its drawn length")
+        if self.weights != "auto":
+            raise KvbenchError(f"{where}, and loads no weights; drop --weights {self.weights}")
+
     def facts(self) -> dict[str, object]:
         """As `run.json` keeps it: strict JSON values."""
         kept = asdict(self)
         kept["slos"] = [str(slo) for slo in self.slos]
-        kept["dataset_path"] = None if self.dataset_path is None else str(self.dataset_path)
+        for name in PATHS_OF_FILES:
+            kept[name] = None if kept[name] is None else str(kept[name])
         kept["metadata"] = dict(self.metadata)
         return kept
 
@@ -199,8 +238,8 @@ class SweepConfig(LoadConfig):
         for name, kind in NOUNS.items():
             if known[name] is not None:
                 known[name] = tuple(kind.of(item) for item in known[name])
-        path = known.get("dataset_path")
-        known["dataset_path"] = None if path is None else Path(path)
+        for name in PATHS_OF_FILES:
+            known[name] = None if known.get(name) is None else Path(known[name])
         known["cache_salts"] = tuple(known.get("cache_salts", ("",)))
         known["slos"] = parse_slos(known["slos"])
         known["metadata"] = tuple(known["metadata"].items())
@@ -321,10 +360,10 @@ def parse_metadata(items: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def parse_device(value: str | None) -> str | None:
-    """`cpu`, `cuda` or `cuda:N` in any case; None for the best there is."""
-    if value is None or re.fullmatch(r"cpu|cuda(:\d+)?", value.strip().lower()):
+    """`cpu`, `cuda`, `cuda:N` or `sim:CARD` in any case; None for the best there is."""
+    if value is None or re.fullmatch(r"cpu|cuda(:\d+)?|sim:.*\S.*", value.strip().lower()):
         return None if value is None else value.strip().lower()
-    raise KvbenchError(f"unknown --device {value!r}; use cpu, cuda or cuda:N")
+    raise KvbenchError(f"unknown --device {value!r}; use cpu, cuda, cuda:N or {SIM}CARD, such as {SIM}h100-sxm")
 
 
 def parse_objectives(slo: Iterable[str], goodput: str | None) -> tuple[Slo, ...]:

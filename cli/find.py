@@ -25,7 +25,7 @@ RATE, USERS = "rate", "concurrency"
 LEAST_RATE, MOST_RATE = 0.01, 10_000.0
 
 
-def announce(job: Job, say: Console) -> None:
+def announce_search(job: Job, say: Console) -> None:
     """How long it may become."""
     from kvbench.workloads.search import BUDGET
 
@@ -37,7 +37,7 @@ def announce(job: Job, say: Console) -> None:
 
 def find_limits(job: Job, folder: RunFolder, cold_s: float | None, say: Console) -> None:
     """Search for every variant and context of the job into the folder, until Ctrl-C at most."""
-    once = {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s}
+    once = {"model_load_s": job.machine.load_s, "cold_first_token_s": cold_s}
     folder.update_manifest(cells=[], search=[])
     interrupted = False
     try:
@@ -52,7 +52,7 @@ def find_limits(job: Job, folder: RunFolder, cold_s: float | None, say: Console)
         folder.update_manifest(cells=[cell for cell in folder.manifest["cells"] if cell["id"] in stored])
         folder.catch_up()
     finally:
-        end_session(folder, interrupted=interrupted)
+        end_session(job, folder, interrupted=interrupted)
 
 
 def _searches(job: Job) -> list[tuple[Variant, Context]]:

@@ -15,6 +15,7 @@ from kvbench.cli.load_config import parse_groups
 from kvbench.engine.environment import versions
 from kvbench.engine.footprint import peak_memory_bytes
 from kvbench.errors import KvbenchError
+from kvbench.metrics.records import SIMULATED
 from kvbench.metrics.store import RunFolder
 from kvbench.workloads.datasets import Dataset, RandomTokens
 from kvbench.workloads.lengths import Lengths
@@ -35,8 +36,8 @@ def manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
         "finished": None,
         "interrupted": False,
         "command": session["command"],
-        "model": model_facts(job),
-        "device": job.device.facts(),
+        "model": job.machine.model_facts(),
+        "device": job.machine.device_facts(),
         "environment": environment,
         "config": config.facts(),
         "effective": _effective(job),
@@ -44,12 +45,9 @@ def manifest(job: Job, cold_s: float | None) -> dict[str, Any]:
         "kv": kv_facts(job),
         "server": server_facts(job) or None,
         "dataset": {**dataset_facts(config), "lengths": lengths(job)},
-        "price": {
-            "usd_per_hour": config.price_usd_per_hour,
-            "source": "--price" if config.price_usd_per_hour else None,
-        },
+        "price": job.price.facts() if job.price else {"usd_per_hour": None, "source": None},
         "slos": [str(slo) for slo in config.slos],
-        "timings": {"model_load_s": job.model_load_s, "cold_first_token_s": cold_s},
+        "timings": {"model_load_s": job.machine.load_s, "cold_first_token_s": cold_s},
         "sessions": [session],
         "cells": [cell.facts() for cell in job.cells],
     }
@@ -78,39 +76,17 @@ def _range_ratio(data: Dataset) -> float | None:
     return data.input.range_ratio if isinstance(data, RandomTokens) and isinstance(data.input, Lengths) else None
 
 
-def model_facts(job: Job) -> dict[str, Any]:
-    """The model as it was loaded; by name only where none was."""
-    if job.stack.loaded is None:
-        return {"name": job.source.name}
-    model = job.stack.model
-    return {
-        "name": job.source.name,
-        "family": model.config.model_type,
-        "parameters": sum(weight.numel() for weight in model.module.parameters()),
-        "weights": "random" if random_weights(job) else "real",
-        "weights_bytes": model.nbytes,
-        "fingerprint": model.fingerprint(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "kv_bytes_per_token": model.kv.bytes_per_token(model.dtype.itemsize),
-    }
-
-
 def server_facts(job: Job) -> dict[str, Any]:
     """The server beside the backends; empty where there is none."""
     return job.stack.endpoint.facts() if job.stack.endpoint else {}
 
 
-def random_weights(job: Job) -> bool:
-    """Whether the weights were drawn, not learnt."""
-    return job.config.weights == "random" or job.source.folder is None
-
-
 def kv_facts(job: Job) -> dict[str, Any]:
     """The memory that each backend gets, and the host memory of those that swap."""
-    if job.stack.loaded is None:
-        return {"max_model_len": job.stack.cache.max_model_len}
-    model, cache = job.stack.model, job.stack.cache
-    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
+    cache = job.stack.cache
+    if job.stack.machine is None:
+        return {"max_model_len": cache.max_model_len}
+    per_token = job.machine.kv_bytes_per_token
     return {
         "pool_tokens": cache.pool_tokens,
         "pool_bytes": cache.pool_tokens * per_token,
@@ -173,7 +149,7 @@ def _session(
         "kvbench_version": __version__,
         "commit": environment["commit"],
         "command": ["kvbench", *sys.argv[1:]],
-        "model_load_s": job.model_load_s,
+        "model_load_s": job.machine.load_s,
         "cold_first_token_s": cold_s,
         "cells_before": done,
         "forced": list(forced),
@@ -193,10 +169,14 @@ def begin_session(job: Job, folder: RunFolder, cold_s: float | None, *, done: in
     )
 
 
-def end_session(folder: RunFolder, *, interrupted: bool) -> None:
-    """The last cell is stored, or Ctrl-C was pressed. The run's peak of memory is that of its largest session."""
+def end_session(job: Job, folder: RunFolder, *, interrupted: bool) -> None:
+    """The last cell is stored, or Ctrl-C was pressed. The run's peak of memory is that of its largest session; what it
+    takes to compute a card is none of it."""
     *before, session = folder.manifest["sessions"]
     end = {"finished": _now(), "interrupted": interrupted}
+    if job.machine.evidence == SIMULATED:
+        folder.update_manifest(**end, sessions=[*before, session | end])
+        return
     peak_bytes = peak_memory_bytes()
     most_bytes = max(peak_bytes, *(earlier.get("peak_memory_bytes", 0) for earlier in [*before, session]))
     ended = session | end | {"peak_memory_bytes": peak_bytes}

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from statistics import median
+from dataclasses import asdict
 
 from kvbench.cli.job import Job
-from kvbench.cli.stack import SERVER, release_memory, shares
+from kvbench.cli.stack import SERVER
 from kvbench.engine.engine import Watch
-from kvbench.engine.footprint import Footprint
-from kvbench.engine.types import Request
 from kvbench.errors import CellError, KvbenchError
-from kvbench.metrics.latency import tpot_s, ttft_s
-from kvbench.metrics.points import Context, LoadPoint, Variant
+from kvbench.metrics.points import Variant
 from kvbench.metrics.rate import rates
-from kvbench.metrics.records import FINISHED, REJECTED, UNFINISHED, Run
+from kvbench.metrics.records import FINISHED, MEASURED, REJECTED, UNFINISHED, Run
 from kvbench.metrics.summary import TWIN, summarise
 from kvbench.workloads.grid import Cell
-from kvbench.workloads.load import ClosedLoop
 
 Row = dict[str, object]
 
@@ -34,11 +27,12 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     numbers: Row = {}
     load, timeout_s = job.load(cell), job.config.cell_timeout_s or math.inf
     local = cell.variant.backend != SERVER
-    footprint = Footprint(job.device.torch) if local else None
+    footprint = job.machine.footprint() if local else None
     try:
         run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
-        price = job.config.price_usd_per_hour if local else None  # it is that of this device
-        numbers = dict(summarise(run, load=cell.load, slos=job.config.slos, price_usd_per_hour=price))
+        price = job.price.usd_per_hour if job.price and local else None  # it is that of this device
+        cards = job.machine.tp if local else 1
+        numbers = dict(summarise(run, load=cell.load, slos=job.config.slos, price_usd_per_hour=price, cards=cards))
         status, reason = _verdict(run, load.remaining, timeout_s)
     except CellError as error:
         status, reason = error.status, str(error)
@@ -46,24 +40,22 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
         raise
     except Exception as error:
         status, reason, run = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:500], None
-    release_memory(job.stack.loaded)
+    job.machine.release()
     if cell.load.concurrency is not None and numbers:  # a closed loop asks for no rate
         numbers |= {name: None for name in numbers if name.removeprefix(TWIN) in rates([])}
     if job.config.turns > 1:
         numbers["turns_not_asked"] = load.unasked
-    memory: Row = {}
-    if footprint is not None:
-        memory = {**_memory_bytes(job, cell.variant), **footprint.read()}  # what is held now is held without the cell
+    memory: Row = _memory_bytes(job, cell.variant) if local else {}
+    memory |= {} if footprint is None else footprint.read()  # what is held now is held without the cell
     return _leading(job, cell, status, reason) | numbers | memory, run
 
 
-def _memory_bytes(job: Job, variant: Variant) -> dict[str, int]:
+def _memory_bytes(job: Job, variant: Variant) -> Row:
     """Keys and values of all rows on the device, the same for each backend, and of those in the host's memory."""
-    model, stack = job.stack.model, job.stack
-    per_token = model.kv.bytes_per_token(model.dtype.itemsize)
+    memory, per_token = job.stack.cache_of(variant), job.machine.kv_bytes_per_token
     return {
-        "kv_arena_bytes": stack.arena_rows * per_token,
-        "swap_space_bytes": stack.cache_of(variant).swap_tokens * per_token,
+        "kv_arena_bytes": memory.arena_rows * per_token,
+        "swap_space_bytes": memory.swap_tokens * per_token,
     }
 
 
@@ -86,7 +78,6 @@ def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
     return {
         "cell": cell.id,
         "backend": cell.variant.backend,
-        "evidence": "measured",
         **(_server(job) if cell.variant.backend == SERVER else _engine(job, cell)),
         **asdict(cell.load),
         "input_tokens": cell.context.input_tokens,
@@ -103,16 +94,17 @@ def _leading(job: Job, cell: Cell, status: str, reason: str) -> Row:
 
 
 def _engine(job: Job, cell: Cell) -> Row:
-    cache = job.stack.cache
+    cache, machine = job.stack.cache, job.machine
     return {
-        "device": job.device.name,
-        "model": job.source.name,
-        "dtype": str(job.stack.model.dtype).removeprefix("torch."),
+        "evidence": machine.evidence,
+        "device": machine.name,
+        "model": machine.model_name,
+        "dtype": machine.dtype,
         "reserve": cell.variant.reserve,
         "block_size": cache.block_size if cell.variant.reserve is None else None,
         "max_model_len": cache.max_model_len,
-        "attention": "torch",
-        "tp": 1,
+        "attention": machine.attention,
+        "tp": machine.tp,
     }
 
 
@@ -120,168 +112,4 @@ def _server(job: Job) -> Row:
     """How it runs the model is the server's own affair."""
     unknown = ("dtype", "reserve", "block_size", "max_model_len", "attention", "tp")
     assert job.stack.endpoint is not None
-    return {"device": None, "model": job.stack.endpoint.model, **dict.fromkeys(unknown)}
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast a variant goes, from its warm-up, in seconds: of a prompt's token, of a decode step with one sequence,
-    and of one with `together` sequences, the most that ran."""
-
-    prefill_s: float = 0.0
-    alone_s: float = 0.0
-    together_s: float = 0.0
-    together: int = 1
-
-    def step_s(self, sequences: float) -> float:
-        """A decode step grows linearly with its sequences."""
-        slope = (self.together_s - self.alone_s) / (self.together - 1) if self.together > 1 else 0.0
-        return self.alone_s + max(0.0, slope) * (sequences - 1)
-
-
-def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
-    """Serve a few short answers through every variant at its largest load, so that no cell pays for what happens once.
-
-    Returns the first token's time of the very first request after loading, that of the check of the model included
-    (None where it did not finish), and a guess of every cell's duration in seconds.
-    """
-    cold_s = None
-    paces: dict[Variant, Pace] = {}
-    for cell in job.cells:
-        variant = cell.variant
-        if variant in paces:
-            continue
-        requests = _short(job, variant)
-        first = _try(job, variant, [replace(requests[0], n=1)])  # alone, without siblings
-        local = variant.backend != SERVER and all(past.backend == SERVER for past in paces)
-        if local and first is not None and first.requests[0].first_s is not None:
-            cold_s = job.stack.model.first_forward_s + first.requests[0].first_s
-        many = _try(job, variant, requests) if job.config.warmups else None
-        paces[variant] = _pace(first, many)
-    asked: dict[tuple[LoadPoint, Context], Asked] = {}
-    for cell in job.cells:
-        if _point(cell) not in asked:
-            asked[_point(cell)] = Asked.by(job.requests(cell))
-    return cold_s, {cell.id: _guess(job, cell, paces[cell.variant], asked[_point(cell)]) for cell in job.cells}
-
-
-def _point(cell: Cell) -> tuple[LoadPoint, Context]:
-    """What a cell's time hangs on beside its variant. Seeds change it little, and samples answer the same prompts."""
-    return cell.load, cell.context.single
-
-
-def _short(job: Job, variant: Variant) -> list[Request]:
-    """The first requests of the variant's largest load, as many as it has users (about 16 answers at most, or as many
-    warm-ups as were asked for), each for a few tokens."""
-    mine = [cell for cell in job.cells if cell.variant == variant]
-    cell = max(mine, key=lambda cell: (cell.load.size * cell.context.samples, cell.context.size))
-    count = max(job.config.warmups, min(cell.load.concurrency or 16, -(-16 // cell.context.samples)))
-    return [
-        replace(request, scheduled_s=0.0, output_tokens=min(8, request.output_tokens or request.max_tokens))
-        for request in [request for request in job.requests(cell) if not request.turn][:count]
-    ]
-
-
-def _try(job: Job, variant: Variant, requests: list[Request]) -> Run | None:
-    """A run to be forgotten; one that cannot run will say so as a cell."""
-    patient = replace(job.stack, limits=replace(job.stack.limits, request_timeout_s=None))
-    try:
-        return patient.run(variant, ClosedLoop(requests, len(requests)))
-    except KvbenchError:
-        raise
-    except Exception:
-        return None
-    finally:
-        release_memory(job.stack.loaded)
-
-
-def _pace(first: Run | None, many: Run | None) -> Pace:
-    def decode_s(run: Run | None) -> float:
-        steps = [step.end_s - step.start_s for step in run.steps if not step.prefill_tokens] if run else []
-        return median(steps) if steps else 0.0
-
-    run = many or first
-    if run is not None and run.remote:
-        return _pace_of_answers(first, many)
-    prefills = [step for step in run.steps if step.prefill_tokens] if run else []
-    tokens = sum(step.prefill_tokens for step in prefills)
-    return Pace(
-        prefill_s=sum(step.end_s - step.start_s for step in prefills) / tokens if tokens else 0.0,
-        alone_s=decode_s(first),
-        together_s=decode_s(many) or decode_s(first),
-        together=max((step.running for step in many.steps), default=1) if many else 1,
-    )
-
-
-def _pace_of_answers(first: Run | None, many: Run | None) -> Pace:
-    """Of a server only the answers are known: one alone, then all at once."""
-
-    def token_s(run: Run | None) -> float:
-        found = [tpot for one in run.requests if (tpot := tpot_s(one)) is not None] if run else []
-        return median(found) if found else 0.0
-
-    alone = first.requests[0] if first else None
-    return Pace(
-        prefill_s=((ttft_s(alone) or 0.0) / alone.input_tokens) if alone and alone.input_tokens else 0.0,
-        alone_s=token_s(first),
-        together_s=token_s(many) or token_s(first),
-        together=len(many.requests) if many else 1,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the requests of a point ask, in tokens: all prompts, what every one of them begins with, what they repeat of
-    turns before (`history`, part of the prompts), and an answer to each. The last is scheduled at `until_s`; between
-    turns `thought_s` pass in all."""
-
-    requests: int
-    prompts: int
-    common: int
-    answers: int
-    until_s: float
-    history: int = 0
-    thought_s: float = 0.0
-
-    @classmethod
-    def by(cls, requests: Sequence[Request]) -> Asked:
-        prompts = [request.prompt for request in requests if not request.turn]
-        first, last = min(prompts), max(prompts)  # what these two share, all in between share
-        history = known = 0
-        for request in requests:
-            known = known if request.turn else 0
-            history += known
-            known += len(request.prompt) + (request.output_tokens or request.max_tokens)
-        pairs = zip(first, last, strict=False)
-        return cls(
-            len(requests),
-            history + sum(len(request.prompt) for request in requests),
-            sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)),
-            sum(request.output_tokens or request.max_tokens for request in requests),
-            max(request.scheduled_s for request in requests),
-            history,
-            sum(request.think_s for request in requests),
-        )
-
-
-def _guess(job: Job, cell: Cell, pace: Pace, asked: Asked) -> float:
-    """Prompts and answers at the variant's pace, with as many sequences at once as users ask and memory lets run; an
-    open loop lasts as long as its schedule at least, and no cell longer than it may.
-
-    Each sample computes its own prompt unless its backend shares rows, and all but those of the first step find the
-    full blocks of a common beginning in a prefix cache.
-    """
-    samples, users = cell.context.samples, cell.load.concurrency
-    wanted = min(pace.together if users is None else users * samples, job.config.max_sequences)
-    at_once = wanted if pace.together >= min(wanted, 16) else pace.together
-    prompts = asked.prompts * (1 if shares(cell.variant) else samples)
-    if cell.variant.prefix_caching:
-        size = job.stack.cache.block_size
-        fit = job.config.max_batched_tokens * asked.requests // max(1, asked.prompts)
-        opening = max(1, min(-(-at_once // samples), fit), len(job.config.cache_salts))
-        prompts -= asked.common // size * size * max(0, asked.requests - opening)
-        prompts = max(0, prompts - asked.history)
-    busy_s = prompts * pace.prefill_s + asked.answers * samples / at_once * pace.step_s(at_once)
-    if users is not None:
-        busy_s += asked.thought_s / users
-    return min(max(asked.until_s, busy_s), job.config.cell_timeout_s or math.inf)
+    return {"evidence": MEASURED, "device": None, "model": job.stack.endpoint.model, **dict.fromkeys(unknown)}

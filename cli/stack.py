@@ -1,34 +1,35 @@
 """The one composition root: it alone names the backends, and puts allocator, cache, runner, engine, load and clock
-together for each cell of a sweep; or load and server, where a server is measured beside them."""
+together for each cell of a sweep; or load and server, where a server is measured beside them. What is under the engine,
+a device or the time that a card would take, is a `Machine`: `cli/owned.py` and `cli/virtual.py`."""
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from kvbench.contiguous import slots
 from kvbench.contiguous.slots import POLICIES, Slots
-from kvbench.engine.clock import WallClock
 from kvbench.engine.engine import Engine, Watch, serve
-from kvbench.engine.interfaces import Allocator, Cache, Load
+from kvbench.engine.interfaces import Allocator, Cache, Clock, Executor, Load
 from kvbench.engine.scheduler import Limits, Scheduler
 from kvbench.engine.static import StaticScheduler
 from kvbench.metrics.points import BATCHINGS, PREEMPTIONS, Variant
 from kvbench.metrics.records import Run
+from kvbench.paged import blocks
 from kvbench.paged.blocks import BlockPool
 from kvbench.workloads.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from kvbench.engine.arena import Arena
-    from kvbench.engine.model import BoundModel
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """How much memory a backend gets and how it may use it, in rows of the arena, `swap_tokens` in rows of host memory.
-    What a variant decides (`reserve`, `prefix_caching`) is filled in for each cell."""
+    What a variant decides (`reserve`, `prefix_caching`) is filled in for each cell. Both backends get the same arena:
+    the pool and one padding block."""
 
     pool_tokens: int
     block_size: int
@@ -37,16 +38,23 @@ class CacheConfig:
     prefix_caching: bool = False
     swap_tokens: int = 0
 
+    @property
+    def arena_rows(self) -> int:
+        """Rows of the device's memory: the pool and one padding block."""
+        return self.pool_tokens + self.block_size
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
     """A way to hold memory: who holds which rows, and how the device finds them. `policies` are the fields of a
     `Variant` that it lets one choose, each with its values, the default first. `shares`: rows may have several readers.
+    `most_at_once(memory, input_tokens, output_tokens)`: how many such sequences it can hold together, each to its end.
     """
 
     name: str
     make_allocator: Callable[[CacheConfig], Allocator]
     make_cache: Callable[[Arena, Allocator, int], Cache]
+    most_at_once: Callable[[CacheConfig, int, int], int]
     policies: Mapping[str, Sequence[str]] = field(default_factory=dict)
     shares: bool = False
 
@@ -79,6 +87,9 @@ BACKENDS = {
             "contiguous",
             lambda config: Slots(config.pool_tokens, config.max_model_len, config.reserve or "max"),
             _slot_cache,
+            lambda config, *lengths: slots.most_at_once(
+                config.pool_tokens, config.max_model_len, config.reserve or "max", *lengths
+            ),
             policies={"reserve": POLICIES, "batching": BATCHINGS},
         ),
         Backend(
@@ -90,6 +101,7 @@ BACKENDS = {
                 swap_tokens=config.swap_tokens,
             ),
             _block_cache,
+            lambda config, *lengths: blocks.most_at_once(config.pool_tokens, config.block_size, *lengths),
             policies={"prefix_caching": ("off", "on"), "preemption": PREEMPTIONS},
             shares=True,
         ),
@@ -101,22 +113,23 @@ SERVER = "server"
 """What stands in the place of a backend where a server is measured, which holds its memory in its own way."""
 
 
+class Machine(Protocol):
+    """What serves the batches of a sweep here."""
+
+    def begin(self, backend: Backend, memory: CacheConfig) -> tuple[Allocator, Executor, Clock]:
+        """Fresh memory for a cell and what runs on it, in its own time. Raises CellError where it has no room."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Everything that all cells of a sweep share. Both backends get the same arena: the pool and one padding block.
-    `loaded` is None where only a server is measured, `endpoint` where none is."""
+    """Everything that all cells of a sweep share. `machine` is None where only a server is measured, `endpoint` where
+    none is."""
 
-    loaded: BoundModel | None
+    machine: Machine | None
     cache: CacheConfig
     limits: Limits
     save_tokens: bool = False
     endpoint: Endpoint | None = None
-
-    @property
-    def model(self) -> BoundModel:
-        """The model in this process."""
-        assert self.loaded is not None, "only a server is measured: no model is loaded here"
-        return self.loaded
 
     def cache_of(self, variant: Variant) -> CacheConfig:
         """The memory of one variant: only one that swaps gets host memory."""
@@ -125,30 +138,16 @@ class Stack:
             self.cache, reserve=variant.reserve, prefix_caching=variant.prefix_caching, swap_tokens=swap_tokens
         )
 
-    @property
-    def arena_rows(self) -> int:
-        """Rows of the device's memory: the pool and one padding block."""
-        return self.cache.pool_tokens + self.cache.block_size
-
     def run(self, variant: Variant, load: Load, watch: Watch | None = None, *, timeout_s: float = math.inf) -> Run:
         """Serve `load` with a fresh engine and fresh memory, for `timeout_s` at most. Raises CellError where the cell
         cannot run."""
         if variant.backend == SERVER:
             return self._run_server(load, timeout_s)
-        from kvbench.engine.arena import Arena
-        from kvbench.engine.runner import ModelRunner
-
-        backend, memory = BACKENDS[variant.backend], self.cache_of(variant)
-        model = self.model
-        arena = Arena(  # first: it says what is too large
-            model.kv, self.arena_rows, model.dtype, model.device, host_rows=memory.swap_tokens
-        )
-        allocator = backend.make_allocator(memory)
-        cache = backend.make_cache(arena, allocator, memory.max_model_len)
-        runner = ModelRunner(model, cache)
+        assert self.machine is not None, "only a server is measured: nothing else is ready"
+        allocator, executor, clock = self.machine.begin(BACKENDS[variant.backend], self.cache_of(variant))
         scheduler = _scheduler(variant.batching, allocator, self.limits)
-        engine = Engine(allocator, runner, self.limits, save_tokens=self.save_tokens, scheduler=scheduler)
-        return serve(load, engine, WallClock(), watch, timeout_s=timeout_s)
+        engine = Engine(allocator, executor, self.limits, save_tokens=self.save_tokens, scheduler=scheduler)
+        return serve(load, engine, clock, watch, timeout_s=timeout_s)
 
     def _run_server(self, load: Load, timeout_s: float) -> Run:
         from kvbench.workloads.client import serve_by
@@ -166,13 +165,3 @@ class Stack:
 def shares(variant: Variant) -> bool:
     """Whether rows may have several readers."""
     return variant.backend == SERVER or BACKENDS[variant.backend].shares
-
-
-def release_memory(model: BoundModel | None) -> None:
-    """Hand freed device memory back, so that the next cell finds what this one found. After an exception only once it
-    is handled: until then its traceback keeps the arena alive."""
-    gc.collect()
-    if model is not None and model.device.type == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()

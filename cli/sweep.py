@@ -21,9 +21,24 @@ def sweep(
     ] = None,
     weights: Annotated[str, typer.Option(help="auto | random")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="auto | float32 | bfloat16 | float16")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu | cuda | cuda:N")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu | cuda | cuda:N | sim:CARD, a card one need not have.")
+    ] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tensor-parallel-size", help="Cards that share the model; computed ones only.")
+    ] = 1,
+    gpu_file: Annotated[
+        Path | None,
+        typer.Option(help="Your own cards for sim:CARD: TOML or CSV, with the fields of planner/gpus.toml."),
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV budget, the same for each backend, as 4GiB.")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU's free memory for the KV cache.")] = 0.9,
+    kv_dtype: Annotated[
+        str, typer.Option(help="Of the KV cache: auto (as --dtype) | fp8, of computed cards.")
+    ] = "auto",
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(help="Share of a GPU's free memory for the KV cache; of a computed card's for all that it holds."),
+    ] = 0.9,
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Longest prompt + answer; default: the grid's longest."),
@@ -156,6 +171,9 @@ def sweep(
         weights=choice(weights, ("auto", "random"), "--weights"),
         dtype=flags.parse_dtype(dtype),
         device=flags.parse_device(device),
+        tp=tp,
+        gpu_file=gpu_file,
+        kv_dtype=choice(kv_dtype, flags.KV_DTYPES, "--kv-dtype"),
         kv_bytes=None if kv_memory is None else flags.parse_bytes(kv_memory, "--kv-memory"),
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,

@@ -24,6 +24,29 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def rows_asked(policy: str, max_model_len: int, prompt_tokens: int, max_tokens: int, output_tokens: int | None) -> int:
+    """Rows that a policy asks for on behalf of a sequence, before its allocator rounds up."""
+    if policy == "max":
+        return max_model_len
+    if policy == "declared":
+        return prompt_tokens + max_tokens
+    assert output_tokens is not None, f"{policy} needs the answer's length beforehand"
+    if policy == "oracle":
+        return prompt_tokens + output_tokens - 1
+    return min(prompt_tokens + power_of_two(output_tokens), max_model_len)
+
+
+def most_at_once(pool_tokens: int, max_model_len: int, policy: str, prompt_tokens: int, output_tokens: int) -> int:
+    """How many equal sequences, each to its last token and declared as it is, an empty pool holds at once."""
+    if prompt_tokens + output_tokens > max_model_len:
+        return 0
+    if policy == "max":
+        return pool_tokens // max_model_len
+    chunk = power_of_two(max_model_len)
+    size = power_of_two(rows_asked(policy, max_model_len, prompt_tokens, output_tokens, output_tokens))
+    return pool_tokens // chunk * (chunk // size)
+
+
 class Slots:
     """Allocator of contiguous ranges. `base(sequence)` is the row of its first token."""
 
@@ -53,15 +76,10 @@ class Slots:
 
     def asked(self, sequence: Sequence) -> int:
         """Rows the policy asks for on behalf of a sequence, before the allocator rounds up."""
-        request, prompt = sequence.request, sequence.prompt_tokens
-        if self.policy == "max":
-            return self.max_model_len
-        if self.policy == "declared":
-            return prompt + request.max_tokens
-        assert request.output_tokens is not None, f"{self.policy} needs the answer's length beforehand"
-        if self.policy == "oracle":
-            return prompt + request.output_tokens - 1
-        return min(prompt + power_of_two(request.output_tokens), self.max_model_len)
+        request = sequence.request
+        return rows_asked(
+            self.policy, self.max_model_len, sequence.prompt_tokens, request.max_tokens, request.output_tokens
+        )
 
     def could_hold(self, sequence: Sequence, rows: int) -> bool:
         size = self._ranges.rounded(self.asked(sequence))

@@ -16,7 +16,8 @@ read in this order:
 8. `workloads/`            what is asked, and when; `workloads/client.py` puts it to a server instead
 9. `metrics/`              what was compared (points), observed (records), kept (store) and concluded (summary, stats)
 10. `cli/stack.py`         the one place that puts the parts together; `cli/sweep.py` the main job
-11. `reports/`             tables, charts and the page, all from the stored run
+11. `planner/`             what cannot be measured here: cards (catalog) and what fits into them (memory)
+12. `reports/`             tables, charts and the page, all from the stored run
 
 Everything imports as `kvbench.<folder>`, from an installed package and from a bare checkout alike.
 """

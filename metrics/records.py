@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+MEASURED = "measured"
+SIMULATED = "simulated"
+"""What a cell's numbers are: of a device there is, by the wall clock; or of one that was computed."""
+
 FINISHED = "finished"
 FAILED = "failed"
 REJECTED = "rejected"

@@ -15,6 +15,11 @@ from kvbench.paged.prefix import PrefixCache
 from kvbench.paged.swap import SwapSpace
 
 
+def most_at_once(pool_tokens: int, block_size: int, prompt_tokens: int, output_tokens: int) -> int:
+    """How many equal sequences, none of which shares anything, a pool holds at once when all have their last token."""
+    return pool_tokens // block_size // -(-(prompt_tokens + output_tokens - 1) // block_size)
+
+
 class BlockPool:
     """Allocator of blocks. `table(sequence)` lists its blocks in order of position.
 

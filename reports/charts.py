@@ -25,12 +25,12 @@ def figures(folder: RunFolder, results: Results) -> list[Figure]:
     """All figures of a run that ran anything at its middle context."""
     if not results.ok:
         return []
-    found = [drawn("Output tokens/s by load", partial(throughput, results))]
+    found = [drawn(results.titled("Output tokens/s by load"), partial(throughput, results))]
     load = focus(results)
     for i, variant in enumerate(results.variants):
         group = _largest(results, variant, load)
         if group and not remote(group):
-            title = f"{sentence_case(results.name(variant))}: the KV memory over time"
+            title = results.titled(f"{sentence_case(results.name(variant))}: the KV memory over time")
             found.append(drawn(title, partial(memory, folder, results, group, f"memory{i}")))
     return found
 
@@ -67,7 +67,7 @@ def throughput(results: Results) -> Figure:
     unit = "requests per second asked" if any(load.request_rate is not None for load in results.loads) else "users"
     repeats = max(len(group.ok) for group in results.groups)
     band = f"{percent(0.95)} interval of {repeats} repeats" if repeats > 1 else _band_of_one(results)
-    title = _title(lines, names) + ("" if _told_apart(results) else "; no difference is proven")
+    title = results.titled(_title(lines, names) + ("" if _told_apart(results) else "; no difference is proven"))
     where = "by load" if len(x) > 1 else f"at {results.loads[0]}, one load only"
     subtitle = f"Output tokens per second {where}; {band}{of_context(results)}"
     return Figure(

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 
+from kvbench.metrics.records import MEASURED
 from kvbench.metrics.stats import UNPROVEN
 from kvbench.reports.comparison import Judged, Match, Outcome
 from kvbench.reports.contests import LEVEL
+from kvbench.reports.groups import Group
 from kvbench.reports.tables import Value, to_csv
-from kvbench.reports.words import count, number, percent, ratio_decimals, ratio_end
+from kvbench.reports.words import count, number, percent, ratio_decimals, ratio_end, sentence_case
 
 HEADS = ("metric", "base", "new", "effect", "interval", "verdict")
 NEEDS_TWO = "needs two repeats"
@@ -36,8 +38,10 @@ def conclusion(outcome: Outcome) -> str:
     """`out tok/s: worse at 1 of 2 points. Of 12 other metrics …: 3 better, 1 worse.`"""
     primary = [one for one in outcome.judged if one.primary]
     said = f"{primary[0].metric.head}, the primary metric: {_tally(primary)}"
+    kinds = {group.evidence for one in outcome.judged for group in (one.match.base, one.match.new)}
+    label = "" if kinds <= {MEASURED} else f"{sentence_case(' and '.join(sorted(kinds)))}: "
     others = [one for one in outcome.judged if not one.primary]
-    return f"{said}. The others, corrected for their number (Holm): {_tally(others)}."
+    return f"{label}{said}. The others, corrected for their number (Holm): {_tally(others)}."
 
 
 def _tally(judged: Sequence[Judged]) -> str:
@@ -58,6 +62,8 @@ def _record(one: Judged, differs: str) -> dict[str, Value]:
     return {
         "base": match.base_name,
         "new": match.new_name,
+        "base_evidence": match.base.evidence,
+        "new_evidence": match.new.evidence,
         **asdict(match.load),
         **asdict(match.context),
         "window": match.window,
@@ -88,7 +94,13 @@ def _by_match(outcome: Outcome) -> list[Judged]:
 def _title(match: Match) -> str:
     pairs = count(len({row.get("seed") for row in match.base.ok} & {row.get("seed") for row in match.new.ok}), "pair")
     lengths = f", {match.context}" if match.context.size[0] else ""
-    return f"{match.new_name} against {match.base_name}, at {match.load}{lengths} ({pairs}, {match.window} window)"
+    names = f"{_named(match.new_name, match.new)} against {_named(match.base_name, match.base)}"
+    return f"{names}, at {match.load}{lengths} ({pairs}, {match.window} window)"
+
+
+def _named(name: str, group: Group) -> str:
+    """With what its numbers are where they were not measured."""
+    return name if group.evidence == MEASURED else f"{name} ({group.evidence})"
 
 
 def _line(one: Judged) -> list[str]:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvbench.metrics.points import Context, LoadPoint
+from kvbench.metrics.records import MEASURED
 from kvbench.metrics.stats import P99_SAMPLES
 from kvbench.metrics.store import RunFolder
 from kvbench.metrics.summary import of_total
 from kvbench.metrics.window import STEADY, TOTAL
-from kvbench.reports.groups import OK, Group, Results, Row
+from kvbench.reports.groups import OK, Group, Results, Row, evidences
 from kvbench.reports.servers import server_checks, server_line
 from kvbench.reports.sign import GOOD, WARNING, Check
 from kvbench.reports.words import DASH, binary_size, count, listing, number, percent, plain, times
@@ -46,8 +47,7 @@ def planned(manifest: Row) -> int:
 
 def evidence(results: Results) -> str:
     """`Measured`, `Simulated`, both, or `Not measured` where no cell ran."""
-    kinds = dict.fromkeys(str(row.get("evidence") or "measured") for row in results.ok)
-    return listing(list(kinds)).capitalize() or "Not measured"
+    return listing(evidences(results.ok)).capitalize() or "Not measured"
 
 
 def headline_facts(folder: RunFolder, results: Results) -> list[str]:
@@ -119,11 +119,14 @@ def _made(manifest: Row) -> str:
 
 
 def price(manifest: Row) -> str:
-    """`$2.5 per device-hour (list price, 2026-11-01; change with --price)`; empty without one."""
+    """`$2.5 per device-hour (list price, 2026-11-01; change with --price)`; of a range its middle; empty without
+    one."""
     found = facts(manifest, "price")
     if found.get("usd_per_hour") is None:
         return ""
     source = ", ".join(str(found[key]) for key in ("source", "date") if found.get(key))
+    if found.get("low") is not None:
+        source = f"the middle of ${plain(found['low'])} to ${plain(found['high'])}, {source}"
     return f"${plain(found['usd_per_hour'])} per device-hour ({source}{'; ' if source else ''}change with --price)"
 
 
@@ -180,7 +183,7 @@ def checks(folder: RunFolder, results: Results) -> list[Check]:
     if results.failed:
         found.append(Check(WARNING, cells_failed(results.rows)))
     elif results.rows:
-        found.append(Check(GOOD, f"{count(len(results.rows), 'cell')} measured, none failed"))
+        found.append(Check(GOOD, f"{count(len(results.rows), 'cell')} {results.label or MEASURED}, none failed"))
     found += _incomplete(results)
     found += server_checks(folder.manifest, results)
     if results.ok:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvbench.metrics import points
 from kvbench.metrics.points import Context, LoadPoint
+from kvbench.metrics.records import MEASURED
 from kvbench.metrics.stats import WITHIN, Comparison, Interval, mean_interval, paired_ratio
 from kvbench.metrics.store import RunFolder
 from kvbench.metrics.summary import of_total
@@ -43,6 +44,11 @@ class Group:
     load: LoadPoint
     context: Context
     rows: tuple[Row, ...]
+
+    @property
+    def evidence(self) -> str:
+        """`measured`, `simulated` or both."""
+        return " and ".join(evidences(self.rows))
 
     @property
     def ok(self) -> tuple[Row, ...]:
@@ -122,6 +128,16 @@ class Results:
         those = [context for context in self.contexts if (context.prefix_tokens, context.samples) == richest]
         return those[(len(those) - 1) // 2]
 
+    @property
+    def label(self) -> str:
+        """`simulated` where the numbers are, `partly simulated` where some are; empty where all were measured."""
+        kinds = set(evidences(self.rows))
+        return "" if kinds <= {MEASURED} else "partly simulated" if MEASURED in kinds else "simulated"
+
+    def titled(self, title: str) -> str:
+        """A title with the label, so that no number is read as measured that was not."""
+        return f"{title} ({self.label})" if self.label else title
+
     def name(self, variant: Variant) -> str:
         """Its backend's and what it adds to that, with the reservation where the run has several of them."""
         policies = {other.reserve for other in self.variants if other.backend == variant.backend}
@@ -169,6 +185,11 @@ def one_window(rows: Sequence[Row]) -> list[Row]:
         (LoadPoint.of(row), Context.of(row)) for row in rows if row.get("status") == OK and row.get("window") != STEADY
     }
     return [of_total(row) if (LoadPoint.of(row), Context.of(row)) in unsettled else row for row in rows]
+
+
+def evidences(rows: Iterable[Row]) -> list[str]:
+    """What kinds of numbers rows have: `measured`, `simulated`. A row that does not say was measured."""
+    return list(dict.fromkeys(str(row.get("evidence") or MEASURED) for row in rows))
 
 
 def compare(a: Group, b: Group, column: str, *, level: float, higher_is_better: bool = True) -> Comparison:

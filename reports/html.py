@@ -68,6 +68,7 @@ def _content(folder: RunFolder) -> dict[str, Any]:
         "css": _css(),
         "run_name": folder.path.resolve().name,
         "evidence": evidence(results),
+        "label": f" ({results.label})" if results.label else "",
         "facts": headline_facts(folder, results),
         "finding": finding,
         "headline": _coloured(finding.headline, results),

@@ -51,7 +51,7 @@ def memory(folder: RunFolder, results: Results, group: Group, name: str) -> Figu
     repeat = f", repeat {int(row['repeat']) + 1}" if row.get("repeat") is not None else ""
     which = f"{group.load}{repeat}{' (the median)' if len(group.ok) > 2 else ''}"
     variant = results.name(group.variant)
-    title = f"{sentence_case(variant)}: tokens fill {percent(courses['used'].mean)} of the KV memory"
+    title = results.titled(f"{sentence_case(variant)}: tokens fill {percent(courses['used'].mean)} of the KV memory")
     subtitle = f"Share of the pool over time at {which}{of_context(results)}"
     if above := [words for kind, words in OUTSIDE.items() if kind in courses]:
         subtitle += f"; above it {' and '.join(above)}, in % of the pool"

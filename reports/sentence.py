@@ -23,6 +23,8 @@ from kvbench.reports.words import count, listing, number, percent, ratio_decimal
 
 _COUNTS = ("requests_submitted", "requests_finished")
 
+_LABELLED = ("headline", "fixed", "proven", "further")
+
 _FEW = 3
 """So many variants are named one by one."""
 
@@ -31,18 +33,29 @@ _WHY = {"oom": "ran out of memory", "rejected": "rejected every request", "timeo
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`headline` is one sentence. `fixed`, `proven`, `further` and `caveat` are one or more, or empty."""
+    """`headline` is one sentence. `fixed`, `proven`, `further` and `caveat` are one or more, or empty. The first four
+    are about numbers, so each begins with `label` where these were not measured."""
 
     headline: str
     fixed: str = ""
     proven: str = ""
     further: str = ""
     caveat: str = ""
+    label: str = ""
+
+    def labelled(self, label: str) -> Finding:
+        """With `Simulated: ` before each part."""
+        if not label:
+            return self
+        begin = f"{sentence_case(label)}: "
+        told = {name: f"{begin}{part}" for name in _LABELLED if (part := getattr(self, name))}
+        return replace(self, label=begin, **told)
 
     def __str__(self) -> str:
         """The closing words: what seeds fix first, the headline only where nothing else says it."""
         said = [self.fixed, self.proven] if self.proven else [self.headline, self.fixed]
-        return " ".join(part for part in [*said, self.further, self.caveat] if part)
+        told = [part.removeprefix(self.label) for part in [*said, self.further] if part]
+        return " ".join(filter(None, [self.label + " ".join(told), self.caveat]))
 
 
 def find(results: Results, manifest: Row) -> Finding:
@@ -56,11 +69,9 @@ def find(results: Results, manifest: Row) -> Finding:
     found = _alone(results, able) if len(able) < 2 else _compared(results, able)
     if sought := searches(manifest):
         found = Finding(sought[0], further=" ".join(sought[1:]))
-    predicted = all(row.get("evidence") == "simulated" for row in results.ok)
-    headline = f"Predicted: {found.headline}" if predicted else found.headline
     failed = f"{sentence_case(cells_failed(results.rows))}." if results.failed else ""
     caveat = " ".join(part for part in (_unanswered(results), failed, late) if part)
-    return replace(found, headline=headline, caveat=caveat)
+    return replace(found.labelled(results.label), caveat=caveat)
 
 
 def _unanswered(results: Results) -> str:

@@ -52,7 +52,7 @@ def summary(results: Results) -> list[Table]:
     places, columns = _places(results), answer_columns(results)
     return [
         Table(
-            _title(results, variant),
+            results.titled(_title(results, variant)),
             _heads(places),
             columns,
             tuple((_labels(places, group), group) for group in results.of_variant(variant)),
@@ -75,7 +75,11 @@ def _of_all(title: str, results: Results, columns: tuple[Column, ...]) -> Table 
     places = _places(results)
     groups = [group for group in results.groups if not remote(group)]
     rows = tuple(((results.name(group.variant), *_labels(places, group)), group) for group in groups)
-    return Table(title, ("backend", *_heads(places)), columns, rows, named=True) if columns and rows else None
+    return (
+        Table(results.titled(title), ("backend", *_heads(places)), columns, rows, named=True)
+        if columns and rows
+        else None
+    )
 
 
 def _heads(places: Sequence[Place]) -> tuple[str, ...]:
@@ -112,6 +116,7 @@ def _record(group: Group, columns: Sequence[Column]) -> dict[str, Value]:
         **asdict(group.load),
         **asdict(group.context),
         "repeats": len(group.ok),
+        "evidence": group.evidence,
     }
     for column in columns:
         value = column.value(group)

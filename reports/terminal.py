@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 from kvbench.metrics.store import RunFolder
 from kvbench.reports.context import checks, evidence, headline_facts, price, reasons
 from kvbench.reports.groups import Results
+from kvbench.reports.plain import wrapped
 from kvbench.reports.sentence import find
 from kvbench.reports.sign import WARNING
 from kvbench.reports.tables import render
@@ -17,7 +17,7 @@ from kvbench.reports.words import THIN
 def closing(folder: RunFolder, report: Path | None = None, width: int = 80) -> str:
     """The last words of a run, `width` characters wide except where a table needs more; `report` is the page."""
     results = Results.of(folder)
-    head = _wrapped(f"{evidence(results)}: {', '.join(headline_facts(folder, results))}", width)
+    head = wrapped(f"{evidence(results)}: {', '.join(headline_facts(folder, results))}", width)
     table = render(results, "table", width) if results.rows else ""
     return _joined(head, table, commentary(folder, report, width))
 
@@ -26,8 +26,8 @@ def commentary(folder: RunFolder, report: Path | None = None, width: int = 80) -
     """What is said about the tables: warnings, what was found and where the page is."""
     results = Results.of(folder)
     return _joined(
-        "".join(_wrapped(line, width, "! ") for line in warnings(folder, results)),
-        _wrapped(str(find(results, folder.manifest)), width),
+        "".join(wrapped(line, width, "! ") for line in warnings(folder, results)),
+        wrapped(str(find(results, folder.manifest)), width),
         f"Report: {report}\n" if report else "",
     )
 
@@ -43,10 +43,3 @@ def warnings(folder: RunFolder, results: Results) -> list[str]:
     if results.ok and not price(folder.manifest):
         found.append("no price: give --price USD_PER_HOUR for $/1M out")
     return found
-
-
-def _wrapped(text: str, width: int, bullet: str = "") -> str:
-    lines = textwrap.wrap(
-        text, width, initial_indent=bullet, subsequent_indent=" " * len(bullet), break_on_hyphens=False
-    )
-    return "".join(f"{line}\n" for line in lines)

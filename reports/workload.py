@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 
+from kvbench.reports.plain import as_markdown, as_text
 from kvbench.reports.words import DASH, number
 
 Value = str | float | int | None
@@ -58,7 +59,7 @@ def render(rows: Sequence[Row], fmt: str) -> str:
         cells = [_cell(row.get(key), key, decimals) for row in rows]
         if any(cell != DASH for cell in cells):
             lines.append([words, *cells])
-    return _markdown(lines) if fmt == "markdown" else _text(lines)
+    return as_markdown(lines) if fmt == "markdown" else as_text(lines)
 
 
 def _cell(value: Value, key: str, decimals: int) -> str:
@@ -75,18 +76,3 @@ def _title(row: Row) -> str:
         return f"{what}, {number(float(row['concurrency']))} users"
     rate = f" {row['request_rate']:g}/s" if row["request_rate"] is not None else ""
     return f"{what}, {row['arrivals']}{rate}"
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    head, *rest = lines
-    rule = [":---", *["---:"] * (len(head) - 1)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *rest))
-
-
-def _text(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "".join(
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
-        + "\n"
-        for line in lines
-    )

@@ -360,10 +360,13 @@ def test_backends_that_never_met(tmp_path: Path) -> None:
     assert str(finding(folder)) == "Paged and contiguous share no load at which both ran."
 
 
-def test_simulated_is_predicted(tmp_path: Path) -> None:
+def test_what_is_simulated_says_so_in_every_part(tmp_path: Path) -> None:
     folder = make(tmp_path / "run")
     add(folder, "paged", 1, 0, serve("paged", 1, 20, 0.1), evidence="simulated")
-    assert finding(folder).headline.startswith("Predicted: Paged gave")
+    found = finding(folder)
+    assert found.headline.startswith("Simulated: Paged gave")
+    assert all(part.startswith("Simulated: ") for part in (found.fixed, found.proven))
+    assert str(found).count("Simulated: ") == 1 and str(found).startswith("Simulated: At 1 user,")
 
 
 def test_numbers_in_words() -> None:

@@ -17,6 +17,7 @@ import typer
 import kvbench.cli.conduct as conduct
 import kvbench.cli.job as job
 import kvbench.cli.measure as measuring
+import kvbench.cli.owned as owned
 from kvbench.cli.app import main
 from kvbench.cli.config import SweepConfig, flag, parse_metadata, parse_objectives
 from kvbench.cli.load_config import parse_contexts, parse_loads
@@ -161,17 +162,22 @@ def test_the_plan_and_the_pool_are_those_of_the_run_however_they_would_be_chosen
 ) -> None:
     """What depends on the moment (the number of repeats and whether they fit the patience, a pool as large as memory
     is free, the largest model that fits) is taken from run.json."""
-    monkeypatch.setattr(job, "REPEATS", 3)
-    monkeypatch.setattr(job, "_default_model", lambda device, choices: choices.setdefault("model", "a whim") and "tiny")
-    monkeypatch.setattr(job, "_default_pool", lambda *_: 4096 * 16 * 3)
+    monkeypatch.setattr(owned.Owned, "repeats", 3)
+
+    def at_a_whim(device: object, choices: dict[str, str]) -> str:
+        choices["model"] = "a whim"
+        return "tiny"
+
+    monkeypatch.setattr(owned, "_default_model", at_a_whim)
+    monkeypatch.setattr(owned.Owned, "pool_bytes", lambda *_: 4096 * 16 * 3)
     args = ("--dtype", "float32", "--input-len", "6", "--output-len", "4", "--concurrency", "2", "--backend", "paged")
     interrupted(*args, after=1)
     before = RunFolder.open("out").manifest
-    monkeypatch.setattr(job, "REPEATS", 9)
-    monkeypatch.setattr(job, "PATIENCE_S", 1e-9)
-    monkeypatch.setattr(job, "_default_model", lambda *_: pytest.fail("chose a model anew"))
-    monkeypatch.setattr(job, "_default_pool", lambda *_: pytest.fail("chose a pool anew"))
-    monkeypatch.setattr(job, "_default_dtype", lambda *_: pytest.fail("chose a dtype anew"))
+    monkeypatch.setattr(owned.Owned, "repeats", 9)
+    monkeypatch.setattr(owned.Owned, "patience_s", 1e-9)
+    monkeypatch.setattr(owned, "_default_model", lambda *_: pytest.fail("chose a model anew"))
+    monkeypatch.setattr(owned.Owned, "pool_bytes", lambda *_: pytest.fail("chose a pool anew"))
+    monkeypatch.setattr(owned, "_default_dtype", lambda *_: pytest.fail("chose a dtype anew"))
     sweep(*args, "--resume")
     after = RunFolder.open("out")
     assert len(measured) == 3 == len(before["cells"]) == len(after.rows())

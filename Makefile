@@ -9,7 +9,7 @@ GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo 
 PINS := $(if $(GPU),,-c constraints-cpu.txt)
 KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
 
-.PHONY: sweep model test soak bench peers sharing score check venv clean
+.PHONY: sweep model test soak bench peers sharing paper score check venv clean
 .DELETE_ON_ERROR:
 
 sweep: model
@@ -37,6 +37,10 @@ sharing: model
 	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 161 --output-len 338 --repeats 2
 	@$(VENV)/bin/kvbench sweep --prefix-len 80,341 --prefix-caching off,on --reserve oracle --input-len 24 \
 	    --output-len 24 --range-ratio 0.5 --concurrency 16 --repeats 4
+
+# The paged-attention paper's experiments on a virtual card: writes docs/paper.md.
+paper: $(VENV)/installed
+	$(VENV)/bin/python tests/paper.py
 
 # The model of the main job and of the tests of real weights; both do without where it cannot be had.
 model: $(VENV)/installed

@@ -1,7 +1,7 @@
-"""The paged-attention paper's experiments with ShareGPT's lengths, on a virtual card: `make paper` writes docs/paper.md.
+"""The paged-attention paper's experiments with ShareGPT's lengths on a virtual card: `make paper` writes docs/paper.md.
 
-OPT-13B leaves 12 GiB of an A100-40GB for keys and values. The lengths are lognormal with the paper's means, and with one
-spread for prompts and answers, which is fitted to one number: the share of the memory that holds tokens where each
+OPT-13B leaves 12 GiB of an A100-40GB for keys and values. The lengths are lognormal with the paper's means, and with
+one spread for prompts and answers, which is fitted to one number: the share of the memory that holds tokens where each
 request reserves the longest length. Everything else is then predicted.
 
     python tests/paper.py
@@ -73,7 +73,7 @@ class Seen:
 
 
 def requests(cv: float) -> list[Request]:
-    """Lengths of this coefficient of variation; what goes beyond the model's longest is cut there, as the paper does."""
+    """Lengths of this coefficient of variation; what goes beyond the model's longest is cut, as the paper does."""
     rng, text = np.random.default_rng(0), tuple(range(LONGEST))
     sigma = math.sqrt(math.log(1 + cv * cv))
 

@@ -54,6 +54,15 @@ class Decoding:
         if sequence.due_step <= sequence.end_step:
             self._due[sequence.due_step].append(sequence)
 
+    def expect_later(self, sequences: list[Sequence], rows: int) -> None:
+        """So many more positions are now addressable of each of these, which had filled all they had."""
+        step = self.steps.done + rows
+        later = [one for one in sequences if one.end_step >= step]
+        for one in later:
+            one.due_step = step
+        if later:
+            self._due[step] += later
+
     def leave(self, sequence: Sequence) -> bool:
         """It no longer gets a token in each step; whether it did."""
         if not sequence.decodes:
@@ -63,6 +72,10 @@ class Decoding:
         self._start -= computed
         self._joined -= done
         return True
+
+    def quiet(self) -> int:
+        """How many steps there are up to the next in which one ends, that one included; 0 where nobody decodes."""
+        return min(self._ends) - self.steps.done + 1 if self.count else 0
 
     def due(self) -> list[Sequence]:
         """Those that need memory for the next step, the first admitted first. It forgets them: whoever gets some is

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Ordered
 from dataclasses import replace
 from heapq import heappop, heappush
 
 from kvbench.engine.decoding import in_order
-from kvbench.engine.interfaces import Allocator, Clock, Executor, Load
+from kvbench.engine.interfaces import Allocator, Clock, Executor, Foresight, Load
 from kvbench.engine.ledger import Ledger
 from kvbench.engine.scheduler import Limits, Plan, Scheduler
 from kvbench.engine.types import COPY, IN, OUT, Batch, Request, Sampled, Sequence, Ticket, Usage
@@ -53,6 +54,7 @@ class Engine:
         self._flight: tuple[Ticket, Plan, float] | None = None
         self._sampled: Sampled | None = None
         self._stalls = 0
+        self._foresight: Foresight | None = executor if isinstance(executor, Foresight) else None
 
     @property
     def busy(self) -> bool:
@@ -125,8 +127,10 @@ class Engine:
             _, request_id = heappop(self._deadlines)
             self.abort(request_id, f"not finished {self.limits.request_timeout_s:g} s after it was scheduled")
 
-    def launch(self, now_s: float) -> None:
-        """Schedule the next batch and start it; nothing is in flight where nothing can run."""
+    def launch(self, now_s: float, until_s: float = -math.inf) -> None:
+        """Schedule the next batch and start it; nothing is in flight where nothing can run. On virtual time all steps
+        in which nothing else happens follow in one go, but for those that would begin at `until_s` or later: then
+        somebody may come."""
         assert not self.busy, "one batch at a time"
         self._abort_overdue(now_s)
         plan = self.scheduler.schedule()
@@ -137,8 +141,13 @@ class Engine:
                 sequence.admitted_s, sequence.cached_tokens = now_s, sequence.computed
         self.ledger.note(self.allocator.take_holdings(), len(self.steps))
         if plan:
-            self._flight = (self.executor.launch(plan.batch(len(self.steps)), now_s), plan, now_s)
+            ticket = self.executor.launch(plan.batch(len(self.steps)), now_s)
+            self._flight = (ticket, plan, now_s)
             self._stalls = 0
+            if until_s > now_s and self._foresight is not None and (steps := self.scheduler.quiet(plan)) > 1:
+                assert ticket.done_s is not None, "who foresees knows when a batch is done"
+                until_s = min(until_s, self._deadlines[0][0] if self._deadlines else math.inf)
+                ticket.later_s = self._foresight.ahead(ticket.batch, ticket.done_s, steps - 1, until_s)
         elif self.scheduler.waiting and not plan.hopeless:
             self._stalls += 1
             assert self._stalls < 3, "nothing runs although requests wait: the pool leaks rows"
@@ -148,16 +157,51 @@ class Engine:
         assert self._flight is not None, "nothing is in flight"
         ticket = self._flight[0]
         self._sampled = self.executor.collect(ticket)
-        return ticket.done_s
+        return ticket.ends_s()[-1] if ticket.later_s else ticket.done_s
 
     def commit(self, now_s: float) -> None:
-        """The collected batch was done at `now_s`: tokens, memory, ends and aborts take effect. An answer whose last
-        token came too late is no answer."""
+        """The collected batch was done at `now_s`, and with it those steps that followed it in one go: tokens, memory,
+        ends and aborts take effect. An answer whose last token came too late is no answer."""
         assert self._flight is not None and self._sampled is not None, "collect before commit"
-        self._abort_overdue(now_s)
         (ticket, plan, start_s), sampled = self._flight, self._sampled
+        if not ticket.later_s:
+            self._commit(ticket.batch, plan, sampled, start_s, now_s)
+            return
+        ends_s = ticket.ends_s()
+        self._commit(ticket.batch, plan, sampled, start_s, ends_s[0])
+        self._coast(ticket.later_s[:-1], ends_s)
+        self.scheduler.grow()
+        self.ledger.note(self.allocator.take_holdings(), len(self.steps))
+        last = Plan(decodes=plan.decodes, context=self.scheduler.decoding.context + len(plan.decodes))
+        batch = last.batch(len(self.steps))
+        self._flight = (Ticket(batch), last, ends_s[-2])
+        self._commit(batch, last, Sampled(None, ticket.later_s[-1]), ends_s[-2], ends_s[-1])
+
+    def _coast(self, took_s: Ordered[float], ends_s: list[float]) -> None:
+        """Steps behind the one that was committed last, in which nobody comes or goes; the first ends at ends_s[1]."""
+        decoding, usage, pool_tokens = self.scheduler.decoding, self.allocator.usage(), self.allocator.pool_tokens
+        count, held, free, cached, swapped = decoding.count, usage.held, usage.free, usage.cached, usage.swapped
+        for device_s, start_s, end_s in zip(took_s, ends_s, ends_s[1:], strict=False):
+            step = decoding.steps.done
+            self.scheduler.grow()
+            if changes := self.allocator.take_holdings():
+                self.ledger.note(changes, step)
+                usage = self.allocator.usage()
+                held, free, cached = usage.held, usage.free, usage.cached
+            decoding.steps.done = step + 1
+            context, filled = decoding.context, usage.filled + decoding.unnoted
+            self.ends_s.append(end_s)
+            self.steps.append(
+                StepRecord(
+                    *(step, start_s, end_s, max(0.0, end_s - start_s - device_s), device_s, count, 0, count, count),
+                    *(context, context, count, 0, 0, pool_tokens, filled, held, free, cached, swapped),
+                    *(filled + usage.saved, held + usage.saved_held),
+                )
+            )
+
+    def _commit(self, batch: Batch, plan: Plan, sampled: Sampled, start_s: float, now_s: float) -> None:
+        self._abort_overdue(now_s)
         self._flight = self._sampled = None
-        batch = ticket.batch
         for chunk in batch.fresh:
             chunk.sequence.computed = chunk.end
             self.allocator.commit(chunk.sequence)
@@ -318,7 +362,8 @@ def serve(load: Load, engine: Engine, clock: Clock, watch: Watch | None = None, 
             for request in requests:
                 engine.submit(request)
             _report_ends(engine, load, now_s)
-        engine.launch(now_s)
+        next_s = load.next_s()
+        engine.launch(now_s, timeout_s if next_s is None else min(next_s, timeout_s))
         if engine.busy:
             now_s = clock.after(engine.collect())
             engine.commit(now_s)

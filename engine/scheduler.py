@@ -20,6 +20,10 @@ _SAMPLES = 2**20
 """Places of a request's samples, the first of which is admitted for all."""
 
 
+FARTHEST = 4096
+"""Steps that are foreseen at once, at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_batched_tokens` tokens a step, `max_sequences` running at once, `max_model_len` tokens of prompt and
@@ -142,10 +146,27 @@ class Scheduler:
             plan.moves = self.paging.take_moves()
         return plan
 
+    def quiet(self, plan: Plan) -> int:
+        """In how many steps, that of the plan included, those that decode now decode and nothing else happens but that
+        they get memory, unless somebody comes or gives up; at least 1."""
+        if plan.chunks or plan.moves or self.waiting or self.decoding.count != len(self.running):
+            return 1
+        steps = min(self.decoding.quiet(), FARTHEST)
+        return steps if steps > 1 and self.allocator.could_grow(self.decoding.count, steps) else 1
+
+    def grow(self) -> None:
+        """Those that decode get the memory that the next of the quiet steps needs."""
+        if due := self.decoding.due():
+            self.decoding.expect_later(due, self.allocator.grow(due))
+
     def _advance_running(self, plan: Plan) -> int:
         """Give every running sequence its next chunk, the oldest first; returns what is left of the budget. Of those
         that decode only who needs memory is looked at."""
-        for sequence in self.decoding.due():
+        due = self.decoding.due()
+        if due and self.allocator.could_grow(len(due), 1):
+            self.decoding.expect_later(due, self.allocator.grow(due))
+            due = []
+        for sequence in due:
             if sequence.decodes and self._make_room(sequence, sequence.computed + 1, plan):
                 self.decoding.expect(sequence, self.allocator.room(sequence))
         at = self.decoding.count

@@ -7,6 +7,7 @@ the chunks of one step and the `Move`s of rows that come before them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
@@ -351,11 +352,18 @@ class Batch:
 @dataclass(slots=True)
 class Ticket:
     """A batch in flight. `done_s` is when it will be done on virtual time, None on a real device; `pending` is the
-    executor's own."""
+    executor's own. `later_s` are the seconds that each of the steps after it takes, which are as uneventful and run in
+    one go with it."""
 
     batch: Batch
     done_s: float | None = None
     pending: object = None
+    later_s: Ordered[float] = ()
+
+    def ends_s(self) -> list[float]:
+        """When each of its steps will be done on virtual time."""
+        assert self.done_s is not None, "a real device tells no times"
+        return list(itertools.accumulate(self.later_s, initial=self.done_s))
 
 
 @dataclass(frozen=True, slots=True)

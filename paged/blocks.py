@@ -5,6 +5,8 @@ beginning."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
+
 from kvbench.engine.accounts import Accounts
 from kvbench.engine.types import COPY, Holding, Move, Sequence, Usage
 from kvbench.errors import KvbenchError
@@ -160,6 +162,20 @@ class BlockPool:
         table = self._tables[sequence.id]
         shared = self._holders.partial and self._to_be_copied(sequence, table, sequence.computed + 1)
         return sequence.computed if shared else len(table) * self.block_size
+
+    def could_grow(self, sequences: int, rows: int) -> bool:
+        return sequences * self._count(rows) <= len(self._free) and not self._holders.partial
+
+    def grow(self, sequences: Ordered[Sequence]) -> int:
+        for sequence in sequences:
+            table = self._tables[sequence.id]
+            if self._prefixes is not None:
+                self._prefixes.keep(sequence, table)
+            block = self._free.pop()
+            table.append(block)
+            self._holders.own((block,), sequence.id)
+        self._accounts.grow(sequences, self.block_size)
+        return self.block_size
 
     def commit(self, sequence: Sequence) -> None:
         self._accounts.fill(sequence)

@@ -179,6 +179,12 @@ class FaultyAllocator:
     def room(self, sequence: Sequence) -> int:
         return self._asked.get(sequence.id, sequence.computed) if self._fails else self.inner.room(sequence)
 
+    def could_grow(self, sequences: int, rows: int) -> bool:
+        return not self._fails and self.inner.could_grow(sequences, rows)
+
+    def grow(self, sequences: Ordered[Sequence]) -> int:
+        return self.inner.grow(sequences)
+
     def commit(self, sequence: Sequence) -> None:
         self.inner.commit(sequence)
 
@@ -229,6 +235,7 @@ def asked_in_every_step(pool: Pool) -> Pool:
         return reserve(sequence, rows)
 
     pool.reserve = noted  # type: ignore[method-assign]
+    pool.could_grow = lambda sequences, rows: False  # type: ignore[method-assign]
     pool.room = lambda sequence: asked.get(sequence.id, sequence.computed)  # type: ignore[method-assign]
     return pool
 

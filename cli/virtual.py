@@ -33,7 +33,15 @@ MODEL = "Llama-3.1-8B"
 DTYPES = ("bfloat16", "float16")
 
 
-_OF_A_CARD = ("id", "name", "memory_bytes", "memory_source", "bandwidth_bytes_per_s", "link", "link_bytes_per_s")
+_OF_A_CARD: tuple[str, ...] = (
+    "id",
+    "name",
+    "memory_bytes",
+    "memory_source",
+    "bandwidth_bytes_per_s",
+    "link",
+    "link_bytes_per_s",
+)
 _OF_A_CARD += ("tdp_w", "note", "source", "as_of")
 
 

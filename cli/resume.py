@@ -45,6 +45,8 @@ COMPARED: dict[str, dict[str, str]] = {
         "cores": "the device's number of cores",
         "memory_bytes": "the device's memory in bytes",
         "driver": "the device's driver",
+        "cards": "the number of cards",
+        "figures": "what the card's times are reckoned from",
     },
     "model": {
         "name": "the model",

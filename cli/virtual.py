@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,18 @@ if TYPE_CHECKING:
 
 MODEL = "Llama-3.1-8B"
 DTYPES = ("bfloat16", "float16")
+
+
+_OF_A_CARD: tuple[str, ...] = (
+    "id",
+    "name",
+    "memory_bytes",
+    "memory_source",
+    "bandwidth_bytes_per_s",
+    "link",
+    "link_bytes_per_s",
+)
+_OF_A_CARD += ("tdp_w", "note", "source", "as_of")
 
 
 class Virtual:
@@ -163,14 +176,17 @@ class Virtual:
 
     def device_facts(self) -> dict[str, Any]:
         """All that times and memory were reckoned from."""
-        card = asdict(self.card) | {"flops_per_s": dict(self.card.flops_per_s)}
+        card = {name: getattr(self.card, name) for name in _OF_A_CARD} | {"flops_per_s": dict(self.card.flops_per_s)}
+        step_times = {"source": self.steps.source, **self.steps.facts}
+        reckoned = json.dumps([card, step_times], sort_keys=True).encode()
         return {
             "kind": self.kind,
             "name": f"{self._cards()} (simulated)",
             "memory_bytes": self.card.memory_bytes,
             "cards": self.tp,
             "card": card,
-            "step_times": {"source": self.steps.source, **self.steps.facts},
+            "step_times": step_times,
+            "figures": sha256(reckoned).hexdigest()[:12],
         }
 
     def model_facts(self) -> dict[str, Any]:

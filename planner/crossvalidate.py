@@ -11,14 +11,17 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvbench.planner.effects import Effects
+from kvbench.planner.effects import PARAMETERS, Effects, values_of
 from kvbench.planner.fit import Case, Linear, linearise, residuals, solve
 from kvbench.planner.published import Configuration
 from kvbench.planner.residuals import correction, fit_residuals
 
+if TYPE_CHECKING:
+    import numpy as np
+
 FOLDS = 5
-STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +89,20 @@ def _without(
     others = [cases[i] for i in rest]
     slope = [linear.slope[i] for i in rest]
     left = [linear.residual[i] for i in rest]
-    effects: Effects = start
-    for _ in range(STEPS):
-        effects = solve(others, effects, left, slope)
-        left = residuals(others, effects)
-    extra = fit_residuals(others, left)
+    near = solve(others, start, left, slope)
+    left = residuals(others, near)
+    effects = solve(others, near, left, slope)
+    moved = [value - by @ _shift(case, near, effects) for case, value, by in zip(others, left, slope, strict=True)]
+    extra = fit_residuals(others, moved)
     return [HeldOut(case, "", corrected(case, effects, extra), effects) for case in inside]
+
+
+def _shift(case: Case, before: Effects, after: Effects) -> np.ndarray:
+    """By how much each parameter's logarithm moved for a case."""
+    import numpy as np
+
+    was, now = values_of(before, case.names), values_of(after, case.names)
+    return np.array([math.log(now[parameter.name] / was[parameter.name]) for parameter in PARAMETERS])
 
 
 def corrected(case: Case, effects: Effects, extra: dict[tuple[str, str], float]) -> dict[str, float]:

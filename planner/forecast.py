@@ -37,6 +37,11 @@ class Unit:
     def seconds(self, work: StepWork) -> float:
         return 1.0
 
+    def decode_seconds(self, sequences: int, context_tokens: int, steps: int) -> np.ndarray:
+        import numpy as np
+
+        return np.ones(steps)
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

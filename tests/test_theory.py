@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from fakes import make_pool
 from scipy.stats import t as student
+from test_simulator import Toy
 
 from kvbench.engine.clock import VirtualClock
 from kvbench.engine.engine import Engine, serve
@@ -36,17 +37,6 @@ from kvbench.workloads.streams import stream
 
 SURE = 0.999
 RUNS = 8
-
-
-@dataclass(frozen=True)
-class Toy:
-    """A step takes `base_s`, and `token_s` for each of its tokens."""
-
-    base_s: float
-    token_s: float = 0.0
-
-    def seconds(self, work: StepWork) -> float:
-        return self.base_s + self.token_s * (work.decodes + work.prefill_tokens)
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:

@@ -6,6 +6,7 @@ read in this order:
 1. `engine/types.py`       Request, Sequence, Chunk, Batch, Move: what flows through everything
 2. `engine/interfaces.py`  the seams: Allocator (and Paging), Cache, Executor, Clock, Load
 3. `engine/scheduler.py`   which tokens are computed next (no phases: computed catches up with known)
+   `engine/decoding.py`    those that decode, and the calendar of what each needs next
    `engine/static.py`      the other way to batch: as a whole, the traditional one
 4. `engine/engine.py`      Engine and `serve`, the loop around it
 5. `contiguous/slots.py`, `paged/blocks.py`   the two memory policies, host bookkeeping only;
@@ -16,7 +17,8 @@ read in this order:
 8. `workloads/`            what is asked, and when; `workloads/client.py` puts it to a server instead
 9. `metrics/`              what was compared (points), observed (records), kept (store) and concluded (summary, stats)
 10. `cli/stack.py`         the one place that puts the parts together; `cli/sweep.py` the main job
-11. `planner/`             what cannot be measured here: cards (catalog) and what fits into them (memory)
+11. `planner/`             what cannot be measured here: cards (catalog), what fits into them (memory), how long a
+                           step takes on them (cost) and the engine on that time (simulator)
 12. `reports/`             tables, charts and the page, all from the stored run
 
 Everything imports as `kvbench.<folder>`, from an installed package and from a bare checkout alike.

@@ -26,6 +26,8 @@ class Letters:
         self.knows_system = knows_system
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # as tokenizers written in Rust say it
+            raise TypeError("TextEncodeInput must be Union[TextInputSequence, Tuple[InputSequence, InputSequence]]")
         return [1] * add_special_tokens + list(text.encode())
 
     def apply_chat_template(
@@ -136,6 +138,7 @@ BAD_LINES = [
     ({"prompt": [1, -1]}, "token id -1"),
     ({"prompt": [1, 256]}, "token id 256"),
     ('{"prompt": "\\ud800"}', "surrogates"),
+    ('{"messages": [{"role": "user", "content": "\\udfff"}]}', "surrogates"),
     ({"messages": []}, "at least one message"),
     ({"messages": [{"role": "user"}]}, "`role` and a `content`"),
     ({"messages": [{"role": "user", "content": 3}]}, "`role` and a `content`"),

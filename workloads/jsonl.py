@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.errors import KvbenchError
 from kvbench.workloads.datasets import Drawn, Outline, outlined, shuffled
-from kvbench.workloads.text import Tokenizer, chat_ids, check_ids
+from kvbench.workloads.text import Tokenizer, chat_ids, check_ids, text_ids
 
 _KEYS = {"prompt", "messages", "output_tokens"}
 
@@ -76,7 +76,7 @@ class Jsonl:
         try:
             prompt = self._prompt(row)
             check_ids(prompt, self._vocab_size)
-        except (KvbenchError, UnicodeEncodeError) as error:
+        except KvbenchError as error:
             raise KvbenchError(f"{where}: {error}") from error
         if not prompt:
             raise KvbenchError(f"{where} has an empty prompt; give it at least one token")
@@ -95,7 +95,7 @@ class Jsonl:
             return chat_ids(self._tokenizer, _messages(row["messages"]))
         if not isinstance(prompt, str):
             raise KvbenchError(f"`prompt` must be a text or a list of token ids, not {json.dumps(prompt)}")
-        return tuple(self._tokenizer.encode(prompt)) if prompt else ()
+        return text_ids(self._tokenizer, prompt) if prompt else ()
 
 
 def _messages(messages: object) -> list[dict[str, str]]:

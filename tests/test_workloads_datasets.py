@@ -129,6 +129,7 @@ BAD_LINES = [
     ({"prompt": "x", "messages": []}, "either `prompt` or `messages`"),
     ({"prompt": "x", "output_tokens": 0}, "output_tokens 0"),
     ({"prompt": "x", "output_tokens": 1.5}, "output_tokens 1.5"),
+    ({"prompt": "x", "output_tokens": 10**15}, "from 1 to 1,048,576"),
     ({"prompt": "x", "output_tokens": True}, "output_tokens True"),
     ({"prompt": ""}, "empty prompt"),
     ({"prompt": []}, "empty prompt"),

@@ -45,6 +45,8 @@ BAD: dict[str, tuple[Reply, str, int]] = {
     "a choice that is none": (Reply(event({"choices": [7]})), "malformed", 0),
     "a choice nobody asked for": (Reply(event({"choices": [{"index": 3, "text": "x"}]})), "malformed", 0),
     "usage of -1": (Reply(TWO, usage(-1)), "malformed", 2),
+    "usage beyond any answer": (Reply(TWO, usage(10**12)), "malformed", 2),
+    "usage beyond any prompt": (Reply(TWO, usage(2, 10**20)), "malformed", 2),
     "no HTTP": (Reply(raw=b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), "malformed", 0),
     "10 MB in one event": (Reply(TWO, event({"choices": [{"index": 0, "text": "x" * 10 * MIB}]})), "oversized", 2),
     "10 MB without an end": (Reply(b"data: " + b"x" * 10 * MIB, end=HANG), "oversized", 0),

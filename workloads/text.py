@@ -41,7 +41,7 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise KvbenchError(
-            f"a text has {text[error.start]!r} in it, one of two surrogates that make a character; write both or neither"
+            f"a text has {text[error.start]!r}, one of the two surrogates that make a character; write both or none"
         ) from error
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence

@@ -29,8 +29,8 @@ class RequestRecord:
     Only of a server's answer there are `due_s`, when the load let it go (later than scheduled where it holds requests
     back), `asked_tokens` of the prompt as the workload drew it (`input_tokens` is then what the server counted, where
     it says), `asked_output_tokens` at most, `told_tokens` of output and `told_cached_tokens` by its usage (None: it
-    told none), `streamed_tokens` by the token ids in its stream, and `chunks` that brought tokens and `empty_chunks` that brought nothing. Nobody knows
-    its preemptions and swaps; in files they are null, not 0.
+    told none), `streamed_tokens` by the token ids in its stream, and `chunks` that brought tokens and `empty_chunks`
+    that brought nothing. Nobody knows its preemptions and swaps; in files they are null, not 0.
     """
 
     request: int

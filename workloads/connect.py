@@ -36,11 +36,11 @@ async def _connect(url: str, kind: str, first: Request, model: str | None, decod
     endpoint = Endpoint(url, kind, "", WAYS[0], decode=decode, key=key)
     async with open_session(url) as session:
         listed = await _models(session, endpoint)
-        served = _chosen(url, listed, model)
+        served = _chosen(endpoint, listed, model)
         endpoint = replace(
             endpoint,
-            model=str(served["id"]),
-            software=str(served["owned_by"]) if served.get("owned_by") else None,
+            model=endpoint.plain(str(served["id"])),
+            software=endpoint.plain(str(served["owned_by"])) if served.get("owned_by") else None,
             version=await _version(session, endpoint),
             counts=await _counts(session, endpoint),
         )
@@ -77,13 +77,15 @@ async def _models(session: aiohttp.ClientSession, endpoint: Endpoint) -> list[di
     return models
 
 
-def _chosen(url: str, listed: list[dict[str, Any]], model: str | None) -> Mapping[str, Any]:
+def _chosen(endpoint: Endpoint, listed: list[dict[str, Any]], model: str | None) -> Mapping[str, Any]:
     """The model that was told, else the only one."""
     if model is not None:
         return next((one for one in listed if one["id"] == model), {"id": model})
     if len(listed) != 1:
-        names = ", ".join(str(one["id"]) for one in listed[:5]) or "none"
-        raise KvbenchError(f"the server at {url} lists {len(listed)} models ({names}); name one: --served-model-name")
+        names = endpoint.plain(", ".join(str(one["id"]) for one in listed[:5])) or "none"
+        raise KvbenchError(
+            f"the server at {endpoint.url} lists {len(listed)} models ({names}); name one: --served-model-name"
+        )
     return listed[0]
 
 
@@ -91,7 +93,7 @@ async def _version(session: aiohttp.ClientSession, endpoint: Endpoint) -> str | 
     """vLLM tells it; others perhaps not."""
     try:
         status, text = await _get(session, endpoint, "/version")
-        return str(json.loads(text)["version"])[:80] if status == 200 else None
+        return endpoint.plain(str(json.loads(text)["version"]), 80) if status == 200 else None
     except Exception:
         return None
 

@@ -51,8 +51,8 @@ def test_counts_that_differ_all_alike_are_judged_by_their_signs(n: int, p: float
 
 
 def test_counts_that_do_not_differ_are_seldom_told_apart() -> None:
-    """Whole differences around 0 of every spread, 4,000 times each: at most 5 %, which 6.5 % or more of would be in 1 of
-    10,000 cases (by Student's t alone two pairs differ in up to 12 %)."""
+    """Whole differences around 0 of every spread, 4,000 times each: 5 % at most, and then 6.5 % or more in 1 of 100,000
+    cases. (By Student's t alone two pairs differ in up to 12 %.)"""
     from numpy.random import default_rng
 
     rng = default_rng(4)

@@ -37,15 +37,16 @@ def test_each_case_has_one_row_and_every_row_is_read() -> None:
     assert len({thread for thread, _ in ROWS}) == len(ROWS) == len(lines) > 15
 
 
-def test_no_case_of_the_engine_is_forgotten(shared_data: Path) -> None:
-    """Every thread of the table "Engine" of the list this page answers to is named here."""
+@pytest.mark.parametrize("part", ["Engine", "Load and statistics"])
+def test_no_case_is_forgotten(shared_data: Path, part: str) -> None:
+    """Every thread of these tables of the list that this page answers to has a row here."""
     listed = shared_data.parent / "cases.md"
     if not listed.is_file():
         pytest.skip(f"no list of cases at {listed}")
-    section = listed.read_text().split("## Engine")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| ([^|]*#\d+[^|]*) \|", section, re.MULTILINE)
+    section = listed.read_text().split(f"## {part}")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]*(?:#\d+|\(source\))[^|]*) \|", section, re.MULTILINE)
     assert len(rows) > 15
     for row in rows:
         first, *others = row.split(", ")  # "vllm PR#1, PR#2"
         for thread in (first, *(f"{first.split()[0]} {other}" for other in others)):
-            assert thread in PAGE, f"{thread} is not named"
+            assert thread in dict(ROWS), f"{thread} has no row"

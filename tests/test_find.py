@@ -99,6 +99,21 @@ def test_slos_that_nobody_meets_end_a_search_before_its_runs_take_hours(
     )
 
 
+def test_a_percentile_is_told_where_one_decides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every request alone is in time, since nothing is asked of one alone."""
+
+    def measured(job: Any, cell: Any, watch: object = None) -> tuple[dict[str, object], None]:
+        numbers = {"slo_met": False, "attainment": 1.0, "slo_ttft_p90_s": 1.25, "slo_tpot_p99_s": None}
+        return measuring._leading(job, cell, "ok", "") | numbers, None
+
+    monkeypatch.setattr(measuring, "measure", measured)
+    options = (*TINY, "--num-warmups", "0", "--backend", "paged", "--find-max-concurrency", "--concurrency", "1")
+    sweep(*options, "--slo", "ttft:p90:1000", "--slo", "tpot:p99:5")
+    assert "repeat 1: fails, ttft p90 1.25 s, tpot p99 unknown\n" in capsys.readouterr().err
+
+
 def test_a_server_that_dies_ends_a_search_with_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from openai_server import Body, OpenAIServer, Reply, chunk, usage, whole
+from openai_server import HANG, Body, OpenAIServer, Reply, chunk, usage, whole
 from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -85,6 +85,15 @@ def test_a_server_is_a_further_column_of_one_table_and_one_page(
     assert "very-secret" not in told + shown.out + shown.err
     texts = {check.text for check in checks(folder, Results.of(folder)) if check.kind == GOOD}
     assert "the server's own counters of tokens agree with its answers" in texts
+
+
+def test_a_server_that_hangs_at_once_is_not_waited_for_longer_than_was_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvbench.cli.server.COLD_S", 0.1)
+    with OpenAIServer(lambda _: Reply(end=HANG)) as server:
+        said = refusal(capsys, *QUICK, "--target", server.url, "--backend", "server", "--request-timeout", "200ms")
+    assert "does not answer a first request: timeout: no whole answer in 0.2 s" in said
 
 
 def test_a_server_alone_needs_no_model_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,15 +23,27 @@ if TYPE_CHECKING:
     import aiohttp
 
 
+FIRST_S = 300.0
+"""So long the first answer may take: some servers load their model for it."""
+
+
 def connect(
-    target: str, kind: str, first: Request, *, model: str | None = None, decode: Decode | None = None
+    target: str,
+    kind: str,
+    first: Request,
+    *,
+    model: str | None = None,
+    decode: Decode | None = None,
+    patience_s: float = FIRST_S,
 ) -> Endpoint:
     """The server at `target`, once it has answered a short beginning of the request `first`. `model`: the name that it
     serves under, where it is not the only one. KvbenchError where nobody answers or not as an OpenAI server does."""
-    return asyncio.run(_connect(base_url(target), kind, first, model, decode))
+    return asyncio.run(_connect(base_url(target), kind, first, model, decode, patience_s))
 
 
-async def _connect(url: str, kind: str, first: Request, model: str | None, decode: Decode | None) -> Endpoint:
+async def _connect(
+    url: str, kind: str, first: Request, model: str | None, decode: Decode | None, patience_s: float
+) -> Endpoint:
     key = api_key()
     endpoint = Endpoint(url, kind, "", WAYS[0], decode=decode, key=key)
     async with open_session(url) as session:
@@ -44,7 +56,7 @@ async def _connect(url: str, kind: str, first: Request, model: str | None, decod
             version=await _version(session, endpoint),
             counts=await _counts(session, endpoint),
         )
-        return await _way(session, endpoint, first)
+        return await _way(session, endpoint, first, patience_s)
 
 
 async def _get(session: aiohttp.ClientSession, endpoint: Endpoint, path: str) -> tuple[int, str]:
@@ -106,14 +118,14 @@ async def _counts(session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
         return False
 
 
-async def _way(session: aiohttp.ClientSession, endpoint: Endpoint, first: Request) -> Endpoint:
+async def _way(session: aiohttp.ClientSession, endpoint: Endpoint, first: Request, patience_s: float) -> Endpoint:
     """The endpoint with the first way that the server takes."""
     short = replace(first, prompt=first.prompt[:8], max_tokens=2, output_tokens=first.output_tokens and 2)
     fault = None
     for way in _open_ways(endpoint):
         tried = replace(endpoint, way=way)
         try:
-            answer = await ask(session, tried, short, patience_s=300)
+            answer = await ask(session, tried, short, patience_s)
             return replace(tried, tells_ids=answer.ids(0) is not None)
         except Fault as error:
             fault = error

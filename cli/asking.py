@@ -95,6 +95,13 @@ class Asking:
             count = max(16, round(load.request_rate * 30)) * self.config.turns
         return min(count, len(data.rows)) if isinstance(data, Trace) else count
 
+    def most_clients(self, context: Context) -> int | None:
+        """How many clients any seed keeps busy; None where their requests grow in number with them."""
+        data = self.datasets[context.single]
+        if self.config.prompts:
+            return -(-self.config.prompts // self.config.turns)
+        return len(data.rows) if isinstance(data, Trace) else None
+
     def outline(self, load: LoadPoint, context: Context, seed: int) -> tuple[list[Outline], list[float] | None]:
         """What is asked, without its ids, and when the conversations open (None for a closed loop)."""
         outlines = self.datasets[context.single].outline(self.prompts(load, context, seed), seed)

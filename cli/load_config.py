@@ -13,7 +13,7 @@ from kvbench.workloads.arrivals import TRACE, Arrivals
 from kvbench.workloads.datasets import Groups
 from kvbench.workloads.grid import parse_floats, parse_ints
 from kvbench.workloads.lengths import distribution
-from kvbench.workloads.options import LARGEST, seconds, shaped
+from kvbench.workloads.options import LARGEST, positive, seconds, shaped
 from kvbench.workloads.traces import TRACES
 
 LIKELY = 64
@@ -126,8 +126,9 @@ class LoadConfig:
         return Arrivals.of(TRACE if replay else self.arrivals, self.burstiness)
 
     def _check_arrivals(self) -> None:
-        if self.burstiness is not None and not 0 < self.burstiness <= LARGEST:
-            raise KvbenchError(f"--burstiness must be above 0 and at most {LARGEST:,}, not {self.burstiness}")
+        for flag, number in (("--burstiness", self.burstiness), ("--trace-scale", self.trace_scale)):
+            if number is not None:
+                positive(number, flag)
         if not any(load.concurrency is None for load in self.loads or ()):
             self._check_closed()
             return
@@ -139,11 +140,8 @@ class LoadConfig:
             return
         if self.dataset not in TRACES:
             raise KvbenchError(f"--arrivals trace needs a data set that has times: {', '.join(TRACES)}")
-        if self.trace_scale is not None:
-            if not 0 < self.trace_scale <= LARGEST:
-                raise KvbenchError(f"--trace-scale must be above 0 and at most {LARGEST:,}, not {self.trace_scale}")
-            if any(load.request_rate for load in self.loads or ()):
-                raise KvbenchError("--trace-scale and --request-rate both say how fast the trace is played; give one")
+        if self.trace_scale is not None and any(load.request_rate for load in self.loads or ()):
+            raise KvbenchError("--trace-scale and --request-rate both say how fast the trace is played; give one")
 
     def _check_closed(self) -> None:
         """A closed loop has no schedule to shape."""

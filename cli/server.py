@@ -14,14 +14,21 @@ if TYPE_CHECKING:
     from kvbench.workloads.endpoint import Decode, Endpoint
 
 
+COLD_S = 30.0
+"""A first answer has this time at least, whatever --request-timeout says: no other request waits for a cold server."""
+
+
 def reach(config: SweepConfig, target: str, source: Source, tokenizer: Any, first: Request) -> Endpoint:
     """The server at `target`, which has answered the beginning of `first`."""
-    from kvbench.workloads.connect import connect
+    from kvbench.workloads.connect import FIRST_S, connect
 
     decode = _decoder(source, tokenizer)
     if config.endpoint_type == "chat" and decode is None:
         raise KvbenchError(f"a chat goes as text, and {source.name} has no tokenizer here; give --model a folder")
-    found = connect(target, config.endpoint_type, first, model=config.served_model, decode=decode)
+    patience_s = min(FIRST_S, max(COLD_S, config.request_timeout_s or FIRST_S))
+    found = connect(
+        target, config.endpoint_type, first, model=config.served_model, decode=decode, patience_s=patience_s
+    )
     if config.turns > 1 and not found.tells_ids:
         raise KvbenchError(
             f"--turns goes on from the tokens of each answer, and the server at {found.url} does not tell them; drop it"

@@ -18,7 +18,8 @@ Row = TypeVar("Row", RequestRecord, StepRecord, SampleRecord, Hold)
 
 _NOT_ALWAYS = (
     *("prompt_token_ids", "output_token_ids"),
-    *("due_s", "asked_tokens", "told_tokens", "told_cached_tokens", "streamed_tokens", "chunks", "empty_chunks"),
+    *("due_s", "asked_tokens", "asked_output_tokens", "told_tokens", "told_cached_tokens", "streamed_tokens"),
+    *("chunks", "empty_chunks"),
 )
 """Columns of requests that are left out where nothing is known: unsaved tokens, and what only a server brings."""
 _REQUEST_COLUMNS = (

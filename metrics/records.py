@@ -33,9 +33,9 @@ class RequestRecord:
 
     Only of a server's answer there are `due_s`, when the load let it go (later than scheduled where it holds requests
     back), `asked_tokens` of the prompt as the workload drew it (`input_tokens` is then what the server counted, where
-    it says), `told_tokens` of output and `told_cached_tokens` by its usage (None: it told none), `streamed_tokens` by
-    the token ids in its stream, and `chunks` that brought tokens and `empty_chunks` that brought nothing. Nobody knows
-    its preemptions and swaps; in files they are null, not 0.
+    it says), `asked_output_tokens` at most, `told_tokens` of output and `told_cached_tokens` by its usage (None: it
+    told none), `streamed_tokens` by the token ids in its stream, and `chunks` that brought tokens and `empty_chunks`
+    that brought nothing. Nobody knows its preemptions and swaps; in files they are null, not 0.
     """
 
     request: int
@@ -60,6 +60,7 @@ class RequestRecord:
     output_token_ids: Sequence[int] | None = None
     due_s: float | None = None
     asked_tokens: int | None = None
+    asked_output_tokens: int | None = None
     told_tokens: int | None = None
     told_cached_tokens: int | None = None
     streamed_tokens: int | None = None

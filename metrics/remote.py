@@ -6,6 +6,7 @@ that only an engine can fill.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -48,6 +49,7 @@ def remote_counts(run: Run) -> dict[str, Number]:
     """What happened how often in the whole run.
 
     requests_stopped    finished, but not because they had the length asked for
+    requests_overlong   finished, with more tokens than were asked for
     usage_missing       answers without a usage, whose tokens were counted in the stream
     usage_differences   answers whose stream shows other tokens than its usage
     prompt_differences  answers whose prompt the server counted differently
@@ -65,6 +67,7 @@ def remote_counts(run: Run) -> dict[str, Number]:
         "external_fragmentation_events": None,
         "steps": None,
         "requests_stopped": sum(request.reason != "length" for request in whole),
+        "requests_overlong": sum(one.output_tokens > (one.asked_output_tokens or math.inf) for one in whole),
         "usage_missing": sum(request.told_tokens is None for request in whole),
         "usage_differences": sum(map(_contradicts, whole)),
         "prompt_differences": sum(one.sample == 0 and one.input_tokens != one.asked_tokens for one in whole),

@@ -16,6 +16,10 @@ P99_SAMPLES = 299
 """A p99 of fewer samples is flagged: with 299, one of them lies beyond the true p99 with a probability of 95 %."""
 
 
+ROUNDING = 1e-9
+"""Differences of differences below this share are those of floats: 0.95 - 0.9 is not quite 0.9 - 0.85."""
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """An estimate with its confidence interval. `value` is None without samples, `low` and `high` below two ("needs
@@ -33,7 +37,7 @@ class Interval:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """`effect` is b / a or b - a, its samples the pairs; `verdict` judges b against a: BETTER, WORSE or UNPROVEN. `p`
-    is that of no difference (two-sided, Student's t over the pairs), None below two pairs."""
+    is that of no difference (two-sided, over the pairs), None below two pairs."""
 
     effect: Interval
     verdict: str
@@ -98,10 +102,23 @@ def paired_ratio(
 def paired_difference(
     a: Sequence[float | None], b: Sequence[float | None], *, higher_is_better: bool, level: float = 0.95
 ) -> Comparison:
-    """By how much `b` is more than `a`: as `paired_ratio`, of b - a and with 0 for no difference. For what may be 0."""
+    """By how much `b` is more than `a`: as `paired_ratio`, of b - a and with 0 for no difference. For what may be 0.
+
+    Such things are mostly counts or shares of counts, whose differences may all be the same by chance: of 20 requests
+    one more is in time in each of two pairs. Student's t knows no chance without a spread and would find that
+    infinitely clear. So these are judged by their signs: where nothing differs either sign is as likely, and all n
+    pairs have the same one with a probability of 2 ^ (1 - n). From six pairs on that proves something at 5 %; with
+    fewer there is no interval. (A ratio of two times or rates is no count: what is the same there is no chance.)
+    """
     steps = [None if x is None or y is None else y - x for x, y in _pairs(a, b)]
-    found = mean_interval(steps, level)
-    return Comparison(found, _verdict(found, higher_is_better), _p_value(steps))
+    found, p = mean_interval(steps, level), _p_value(steps)
+    known = [step for step in steps if step is not None]
+    if len(known) > 1 and max(known) - min(known) <= ROUNDING * max(map(abs, known)):
+        by_sign = 2.0 ** (1 - len(known))
+        p = by_sign if found.value else 1.0
+        if by_sign > 1 - level:
+            found = Interval(found.value, None, None, found.n, found.dropped)
+    return Comparison(found, _verdict(found, higher_is_better), p)
 
 
 def holm_levels(p_values: Sequence[float | None], level: float = 0.95) -> list[float]:

@@ -54,6 +54,14 @@ def server_checks(manifest: Row, results: Results) -> list[Check]:
         )
     found += _said(
         rows,
+        "requests_overlong",
+        lambda n, of: (
+            f"{n} of {of} answers of the server had more tokens than were asked for: it passes over max_tokens, or its "
+            "usage is wrong, and out tok/s with it"
+        ),
+    )
+    found += _said(
+        rows,
         "usage_missing",
         lambda n, of: f"{n} of {of} answers of the server came without usage: their tokens are chunks of the stream",
     )

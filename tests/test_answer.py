@@ -70,6 +70,13 @@ def test_usage_counts_where_the_stream_shows_more_or_less() -> None:
     assert (more.token_s, more.told_tokens, more.streamed_tokens) == ([1, 1, 2, 2], 4, 2)
 
 
+def test_what_was_asked_stands_beside_what_came() -> None:
+    over = record(answer(part("a"), part("b"), told(6)))
+    assert (over.output_tokens, over.asked_output_tokens) == (6, 5)
+    free = record(answer(part("a"), told(1), request=Request(0, (1,), max_tokens=9)))
+    assert free.asked_output_tokens == 9
+
+
 def test_what_the_server_counts_of_the_prompt() -> None:
     made = record(answer(part("a"), told(1, prompt_tokens=11, prompt_tokens_details={"cached_tokens": 4})))
     assert (made.input_tokens, made.asked_tokens, made.cached_tokens, made.told_cached_tokens) == (11, 3, 4, 4)

@@ -45,6 +45,8 @@ BAD: dict[str, tuple[Reply, str, int]] = {
     "a choice that is none": (Reply(event({"choices": [7]})), "malformed", 0),
     "a choice nobody asked for": (Reply(event({"choices": [{"index": 3, "text": "x"}]})), "malformed", 0),
     "usage of -1": (Reply(TWO, usage(-1)), "malformed", 2),
+    "usage beyond any answer": (Reply(TWO, usage(10**12)), "malformed", 2),
+    "usage beyond any prompt": (Reply(TWO, usage(2, 10**20)), "malformed", 2),
     "no HTTP": (Reply(raw=b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), "malformed", 0),
     "10 MB in one event": (Reply(TWO, event({"choices": [{"index": 0, "text": "x" * 10 * MIB}]})), "oversized", 2),
     "10 MB without an end": (Reply(b"data: " + b"x" * 10 * MIB, end=HANG), "oversized", 0),
@@ -244,7 +246,12 @@ def test_addresses(text: str, base: str) -> None:
     assert base_url(text) == base
 
 
-@pytest.mark.parametrize("text", ["", "h:8000", "ftp://h", "http://", "http://h:99999", "http://h:0", "http://h:x"])
+BAD_HOSTS = ["http://a..b", "http://.", f"http://{'a' * 70}.com", "http://h h:80", "http://[::1"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "h:8000", "ftp://h", "http://", "http://h:99999", "http://h:0", "http://h:x", *BAD_HOSTS]
+)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(KvbenchError, match="--target must be an address"):
         base_url(text)
@@ -339,6 +346,18 @@ def test_the_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None
         told = f"{run} {found} {found.facts()} {refusal(server)}"
     assert run.requests[0].reason == "http 401: bad key (key), (key)"
     assert "secret" not in told
+
+
+def test_a_server_that_says_the_key_in_good_words_is_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBENCH_API_KEY", "sk-very-secret")
+    names = ("for sk-very-secret",)
+    with OpenAIServer(lambda _: Reply(chunk("a", ids=[5], finish="sk-very-secret"), DONE), models=names) as server:
+        found = connect(server.url, "completions", request(0))
+        run = serve_by(ClosedLoop([request(0)], 1), found)
+        assert (found.facts()["model"], run.requests[0].status, run.requests[0].reason) == (
+            "for (key)", FINISHED, "(key)")  # fmt: skip
+        server.models = ("a", "sk-very-secret")
+        assert "lists 2 models (a, (key))" in refusal(server)
 
 
 def test_a_key_that_no_header_carries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

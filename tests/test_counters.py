@@ -130,7 +130,7 @@ def a_run(*requests: RequestRecord, **more: object) -> Run:
 def test_the_summary_of_a_server_by_hand() -> None:
     run = a_run(
         answered(0, cached_tokens=3, told_cached_tokens=3),
-        answered(1, reason="stop", told_tokens=None),
+        answered(1, reason="stop", told_tokens=None, asked_output_tokens=1),
         answered(2, streamed_tokens=5, input_tokens=6, told_cached_tokens=0),
         answered(3, streamed_tokens=None, chunks=3, sent_s=3.05),
         failed(4, "http 429: slow down"),
@@ -156,6 +156,7 @@ def test_the_summary_of_a_server_by_hand() -> None:
         "kv_cache_usage_mean": (0.5 * 0.1 + 0.2 * 1.0) / 1.1,
         "kv_cache_usage_peak": 0.5,
         "requests_stopped": 1,
+        "requests_overlong": 1,
         "usage_missing": 1,
         "usage_differences": 2,
         "prompt_differences": 1,

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai_server import OpenAIServer
 from test_help import one_line, run
 from test_sweep import TINY, sweep
 
 import kvbench.cli.measure as measuring
 from kvbench.cli.conduct import INTERRUPTED
+from kvbench.metrics.store import RunFolder
 from kvbench.reports.searches import searches
 
 FLAGS = (*TINY, "--num-warmups", "0", "--slo", "ttft:500")
@@ -62,6 +64,98 @@ def test_the_largest_rate_from_where_it_was_told(capsys: pytest.CaptureFixture[s
     assert found["of"] == "request_rate" and 8.0 < found["answer"] <= 9 <= found["high"] * 1.01
     assert folder.manifest["cells"][0]["request_rate"] == 2
     assert f"Paged meets ttft:0.5s up to {found['answer']:g} requests/s" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("asked")
+def test_no_more_users_than_the_workload_keeps_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """8 conversations of 4 turns; 20 rows of a trace."""
+    monkeypatch.setitem(LIMITS, "paged", 1000.0)
+    flags = (*TINY[:4], "--num-warmups", "0", "--slo", "ttft:500", "--backend", "paged", "--find-max-concurrency")
+    folder = sweep(*flags, "--concurrency", "4", "--turns", "4", "--num-prompts", "32", "--input-len", "4")
+    (found,) = folder.manifest["search"]
+    assert (found["answer"], found["retests_passed"], found["low"]) == (8, 5, None)
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2024-05-10 00:00:00,3,4\n" * 20)
+    sweep(*flags, "--concurrency", "4", "--dataset", "azure", "--dataset-path", str(trace), "--output", "other")
+    assert RunFolder.open("other").manifest["search"][0]["answer"] == 20
+
+
+def test_slos_that_nobody_meets_end_a_search_before_its_runs_take_hours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = iter([2.0, 0.01, 0.01])
+
+    def measured(job: Any, cell: Any, watch: object = None) -> tuple[dict[str, object], None]:
+        return measuring._leading(job, cell, "ok", "") | {"slo_met": False, "e2e_mean_s": next(rows)}, None
+
+    monkeypatch.setattr(measuring, "measure", measured)
+    folder = sweep(*FLAGS, "--backend", "paged", "--find-max-rate", "--num-prompts", "200", "--arrivals", "constant")
+    shown = capsys.readouterr()
+    (found,) = folder.manifest["search"]
+    assert (found["answer"], found["runs"], len(folder.rows())) == (None, 3, 3)
+    assert "even 0.25 fails, where requests hardly ever meet" in " ".join(shown.out.split())
+    assert (
+        "1 requests/s: requests come for 3:20" in shown.err and "0.25 requests/s: requests come for 13:20" in shown.err
+    )
+
+
+def test_a_percentile_is_told_where_one_decides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every request alone is in time, since nothing is asked of one alone."""
+
+    def measured(job: Any, cell: Any, watch: object = None) -> tuple[dict[str, object], None]:
+        numbers = {"slo_met": False, "attainment": 1.0, "slo_ttft_p90_s": 1.25, "slo_tpot_p99_s": None}
+        return measuring._leading(job, cell, "ok", "") | numbers, None
+
+    monkeypatch.setattr(measuring, "measure", measured)
+    options = (*TINY, "--num-warmups", "0", "--backend", "paged", "--find-max-concurrency", "--concurrency", "1")
+    sweep(*options, "--slo", "ttft:p90:1000", "--slo", "tpot:p99:5")
+    assert "repeat 1: fails, ttft p90 1.25 s, tpot p99 unknown\n" in capsys.readouterr().err
+
+
+def test_a_server_that_dies_ends_a_search_with_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses = iter(["ok", "ok", "failed", "failed"])
+
+    def measured(job: Any, cell: Any, watch: object = None) -> tuple[dict[str, object], None]:
+        status = next(statuses)
+        reason = "" if status == "ok" else "no request finished; 6 of 6 like: refused: gone"
+        return measuring._leading(job, cell, status, reason) | {"slo_met": status == "ok"}, None
+
+    with OpenAIServer() as server:
+        monkeypatch.setattr(measuring, "measure", measured)
+        target = ("--target", server.url, "--backend", "server")
+        folder = sweep(*FLAGS, *target, "--find-max-concurrency", "--concurrency", "4", "--num-prompts", "64")
+    (found,) = folder.manifest["search"]
+    assert (found["answer"], found["runs"]) == (None, 4)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 runs in a row had no answer at all, the last since no request finished; 6 of 6 like: refused" in said
+
+
+def test_the_model_here_was_not_loaded_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(job: Any, cell: Any, watch: object = None) -> tuple[dict[str, object], None]:
+        return measuring._leading(job, cell, "ok", "") | {"slo_met": True, "attainment": 1.0}, None
+
+    with OpenAIServer() as server:
+        monkeypatch.setattr(measuring, "measure", measured)
+        options = ("--target", server.url, "--backend", "paged", "--concurrency", "4", "--num-prompts", "4")
+        folder = sweep(*FLAGS, *options, "--find-max-concurrency")
+    known = {row["backend"]: row["model_load_s"] is not None for row in folder.rows()}
+    assert known == {"paged": True, "server": False}
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_rate_that_the_trace_is_too_short_for_ends_the_search_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2024-05-10 00:00:00,3,4\n" * 20)
+    flags = (*TINY[:4], "--num-warmups", "0", "--slo", "ttft:500", "--backend", "paged", "--find-max-rate")
+    asked = ("--dataset", "azure", "--dataset-path", str(trace), "--duration", "10s", "--request-rate", "1")
+    assert sweep(*flags, *asked).manifest["search"][0]["answer"] is None
+    assert "no load is known to meet" in capsys.readouterr().out
 
 
 def test_ctrl_c_keeps_what_was_asked(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

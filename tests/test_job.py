@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,7 @@ from kvbench.workloads.lengths import Lengths
 BYTES = 4096  # of KV a token: tiny in float32
 PAGED, CACHED = Variant("paged"), Variant("paged", prefix_caching=True)
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _what_is_loaded_stays() -> Iterator[None]:
-    """Every cell ends with a full collection; it need not look through torch each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("what_is_loaded_stays")
 
 
 @pytest.fixture

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,12 @@ TINY = ("--model", "tiny", "--dtype", "float32", "--input-len", "6", "--output-l
 GRID = (*TINY, "--concurrency", "2", "--num-prompts", "2", "--repeats", "2")  # four cells
 CHAT = '{"prompt": [5, 6, 7], "output_tokens": 3}\n'
 
+pytestmark = pytest.mark.usefixtures("what_is_loaded_stays")
+
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _what_is_loaded_stays() -> Iterator[None]:
-    """Every cell ends with a full collection; it need not look through torch each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

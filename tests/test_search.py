@@ -106,7 +106,7 @@ def test_users_of_our_own_engine_against_every_number_of_them() -> None:
 
 def test_a_limit_beyond_what_may_be_asked_is_said() -> None:
     found = search(lambda load, _: True, Range(1.0, 0.5, 16.0))
-    assert (found.answer, found.low, found.high) == (16.0, None, None)
+    assert (found.answer, found.low, found.high, found.retested) == (16.0, None, None, 5)
     assert found.why == "the largest load that may be asked, 16, passes"
     found = search(lambda load, _: False, USERS)
     assert (found.answer, found.why) == (None, "even 1 fails")
@@ -132,6 +132,12 @@ def test_what_is_not_monotone_is_said() -> None:
     narrow = search(lambda load, _: 12 <= load <= 20, Range(16.0, 0.01, 1000.0))
     (warning,) = narrow.warnings
     assert warning.startswith("not monotone: it fails at 9.") and "(0 of 1 passed) but passes at " in warning
+
+
+def test_the_largest_load_that_may_be_asked_has_to_pass_again_too() -> None:
+    found = search(lambda load, seed: seed < 5, Range(1.0, 0.5, 16.0))
+    assert (found.answer, found.retested) == (None, 0)
+    assert found.why == "the largest load that may be asked, 16, did not pass again"
 
 
 def test_an_answer_that_does_not_pass_again_is_none() -> None:

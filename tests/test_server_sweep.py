@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from openai_server import Body, OpenAIServer, Reply, chunk, whole
+from openai_server import HANG, Body, OpenAIServer, Reply, chunk, usage, whole
 from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM
 
@@ -87,6 +87,15 @@ def test_a_server_is_a_further_column_of_one_table_and_one_page(
     assert "the server's own counters of tokens agree with its answers" in texts
 
 
+def test_a_server_that_hangs_at_once_is_not_waited_for_longer_than_was_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvbench.cli.server.COLD_S", 0.1)
+    with OpenAIServer(lambda _: Reply(end=HANG)) as server:
+        said = refusal(capsys, *QUICK, "--target", server.url, "--backend", "server", "--request-timeout", "200ms")
+    assert "does not answer a first request: timeout: no whole answer in 0.2 s" in said
+
+
 def test_a_server_alone_needs_no_model_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor a shape that fits this machine."""
     with OpenAIServer() as server:
@@ -133,10 +142,28 @@ def test_faults_early_ends_and_lies_about_usage_are_said(capsys: pytest.CaptureF
     said = " ".join(capsys.readouterr().out.split())
     (row,) = folder.rows()
     assert (row["errors_http_429"], row["requests_stopped"], row["usage_differences"]) == (1, 1, 1)
+    assert row["requests_overlong"] == 0
     assert "requests to the server that failed, by kind: 1 http 429" in said
     assert "1 of 8 answers of the server ended by themselves" in said
     assert "in 1 of 8 answers of the server the stream shows other tokens than its usage" in said
     assert "no counters of tokens that are known here" in said
+
+
+def test_a_server_that_tells_more_tokens_than_were_asked_for_is_not_believed_in_silence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def script(body: Body) -> Reply:
+        """Eight chunks, and a usage of a thousand tokens."""
+        good = whole({**body, "return_token_ids": False})
+        return Reply(*good.parts[:-2], usage(1000), good.parts[-1])
+
+    with OpenAIServer(script) as server:
+        folder = sweep(*QUICK, "--target", server.url, "--backend", "server", "--num-prompts", "9")
+    (row,) = folder.rows()
+    assert row["requests_overlong"] == row["requests_finished"] == 9
+    assert "9 of 9 answers of the server had more tokens than were asked for" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_what_cannot_be_a_server_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +270,7 @@ def test_both_backends_and_transformers_own_server_make_one_table_and_one_report
         for column in ("requests_finished", "input_tokens_total", "output_tokens_total"):
             assert row[column] == twin[column]
     of_server = [row for row in rows.values() if row["backend"] == "server"]
-    lies = ("prompt_differences", "usage_missing", "usage_differences", "requests_stopped")
+    lies = ("prompt_differences", "usage_missing", "usage_differences", "requests_stopped", "requests_overlong")
     assert {row[lie] for row in of_server for lie in lies} == {0}
     facts = folder.manifest["server"]
     assert facts["prompts_as"] == "text" and not facts["lengths_held"]

@@ -438,6 +438,7 @@ def test_truncated_prompts_are_served_and_counted() -> None:
 
 
 def test_a_dry_run_says_what_would_happen_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """guidellm#588."""
     with pytest.raises(SystemExit) as ended:
         main(["sweep", "--dry-run", *QUICK])
     assert (ended.value.code or 0) == 0

@@ -26,6 +26,8 @@ class Letters:
         self.knows_system = knows_system
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # as tokenizers written in Rust say it
+            raise TypeError("TextEncodeInput must be Union[TextInputSequence, Tuple[InputSequence, InputSequence]]")
         return [1] * add_special_tokens + list(text.encode())
 
     def apply_chat_template(
@@ -127,6 +129,7 @@ BAD_LINES = [
     ({"prompt": "x", "messages": []}, "either `prompt` or `messages`"),
     ({"prompt": "x", "output_tokens": 0}, "output_tokens 0"),
     ({"prompt": "x", "output_tokens": 1.5}, "output_tokens 1.5"),
+    ({"prompt": "x", "output_tokens": 10**15}, "from 1 to 1,048,576"),
     ({"prompt": "x", "output_tokens": True}, "output_tokens True"),
     ({"prompt": ""}, "empty prompt"),
     ({"prompt": []}, "empty prompt"),
@@ -136,6 +139,7 @@ BAD_LINES = [
     ({"prompt": [1, -1]}, "token id -1"),
     ({"prompt": [1, 256]}, "token id 256"),
     ('{"prompt": "\\ud800"}', "surrogates"),
+    ('{"messages": [{"role": "user", "content": "\\udfff"}]}', "surrogates"),
     ({"messages": []}, "at least one message"),
     ({"messages": [{"role": "user"}]}, "`role` and a `content`"),
     ({"messages": [{"role": "user", "content": 3}]}, "`role` and a `content`"),

@@ -91,6 +91,10 @@ BAD = [
     ([{"conversations": [{"from": "humen", "value": "x"}]}], "from 'humen'"),
     ([chat("only")], "holds no conversation"),
     ([chat("\ud800", "b")], "surrogates"),
+    ([chat("a", "\ud800")], "surrogates"),
+    ([chat("a", "b", "\ud800", "d")], "surrogates"),
+    ([{"conversations": [{"from": ["human"], "value": "x"}]}], "from ['human']"),
+    ([{"conversations": [{"from": {}, "value": "x"}]}], "from {}"),
 ]
 
 
@@ -98,7 +102,7 @@ BAD = [
 def test_a_damaged_file_is_one_line(tmp_path: Path, content: object, says: str) -> None:
     path = write(tmp_path, content)
     with pytest.raises(KvbenchError) as caught:
-        ShareGpt(path, Letters(None), 256)
+        ShareGpt(path, Letters(None), 256, turns=2)
     assert str(path) in str(caught.value) and says in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -53,6 +53,8 @@ def test_facts_by_hand() -> None:
     closed = facts(outlines[:1], None, block_size=2)
     assert closed["rate_per_s"] is closed["duration_s"] is closed["dispersion_1s"] is closed["input_cv"] is None
     assert (variation([3.0]), variation([0.0, 0.0]), dispersion([0.5], 1.0)) == (None, None, None)
+    gap = [0.5, 3e11]  # ten thousand years, of which one second has a request: variance 1 / n, mean 1 / n
+    assert dispersion(gap, 1) == pytest.approx(1) and facts(outlines, gap, 4)["dispersion_60s"] == pytest.approx(1)
 
 
 def test_what_a_cache_without_limits_finds() -> None:
@@ -150,8 +152,12 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("--arrivals", "poisson"), "--arrivals belongs to an open loop"),
     (("--arrivals", "trace"), "--arrivals trace needs a data set that has times"),
     (("--arrivals", "ramp:to=x", *RATE), "must be a number"),
+    (("--arrivals", "step:to=1e-300", *RATE), "step:to must be a number above 0, from 0.000001"),
+    (("--input-dist", "lognormal:cv=1e-300"), "lognormal:cv must be a number above 0, from 0.000001"),
+    (("--burstiness", "1e-300", "--arrivals", "gamma", *RATE), "--burstiness must be a number above 0, from"),
+    (("--dataset", "azure", "--dataset-path", "x", "--trace-scale", "1e-300"), "--trace-scale must be a number above"),
     (("--burstiness", "2", *RATE), "add --arrivals gamma"),
-    (("--burstiness", "0", "--arrivals", "gamma", *RATE), "--burstiness must be above 0"),
+    (("--burstiness", "0", "--arrivals", "gamma", *RATE), "--burstiness must be a number above 0"),
     (("--max-concurrency", "2"), "--max-concurrency belongs to an open loop"),
     (("--max-concurrency", "0", *RATE), "--max-concurrency must be at least 1"),
     (("--duration", "5s", "--concurrency", "2"), "--duration belongs to an open loop"),
@@ -159,8 +165,8 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("--duration", "0s", *RATE), "--duration must be a time above 0"),
     (("--duration", "1ms", *RATE), "no request arrives within --duration"),
     (("--trace-scale", "2", *RATE), "it needs --arrivals trace"),
-    (("--dataset", "azure", "--dataset-path", "x", "--trace-scale", "0"), "--trace-scale must be above 0"),
-    (("--dataset", "azure", "--dataset-path", "x", "--trace-scale", "nan"), "--trace-scale must be above 0"),
+    (("--dataset", "azure", "--dataset-path", "x", "--trace-scale", "0"), "--trace-scale must be a number above 0"),
+    (("--dataset", "azure", "--dataset-path", "x", "--trace-scale", "nan"), "--trace-scale must be a number above 0"),
     (("--dataset", "azure", "--dataset-path", "x", "--arrivals", "trace", "--trace-scale", "2", *RATE), "give one"),
     (("--dataset", "sharegpt", "--dataset-path", "x"), "--dataset sharegpt holds texts"),
     (("--seed", "-1"), "--seed must be at least 0"),

@@ -214,6 +214,8 @@ DAMAGED = [
     ("azure", AZURE + b"yesterday,3,4\n", ":2 has the TIMESTAMP 'yesterday'"),
     ("azure", AZURE + b"2023-11-16 18:15:46,3,4\n2023-11-16 18:15:46Z,3,4\n", ":3 has the TIMESTAMP"),
     ("azure", AZURE + b"2023-11-16 18:15:46.68,\xff,4\n", ":2 is no UTF-8 text"),
+    ("azure", (AZURE + b"2023-11-16 18:15:46.68,3,4\n").replace(b"\n", b"\r"), ":1 is no line of CSV: new-line"),
+    ("azure", AZURE + b'"' + b"1" * 200_000 + b'",3,4\n', ":2 is no line of CSV: field larger"),
     ("mooncake", b"", "holds no requests"),
     ("mooncake", b"{\n", ":1 is not JSON"),
     ("mooncake", b"[1]\n", ":1 must be an object"),
@@ -239,9 +241,13 @@ def test_a_damaged_line_is_one_error_with_its_number(tmp_path: Path, kind: str, 
 
 @pytest.mark.parametrize("kind", ["azure", "mooncake", "run"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(KvbenchError, match="cannot read --dataset-path"):
-        read_trace(kind, tmp_path / "missing", 100)
-    if kind != "run":
+    missing = tmp_path / "missing"
+    with pytest.raises(KvbenchError, match=rf"cannot read --dataset-path {missing}: .*(No such file|is not there)"):
+        read_trace(kind, missing, 100)
+    if kind == "run":
+        with pytest.raises(KvbenchError, match=r"requests\.parquet is not there; name a cell's folder"):
+            read_trace(kind, tmp_path, 100)
+    else:
         with pytest.raises(KvbenchError, match="is no file"):
             read_trace(kind, tmp_path, 100)
 
@@ -252,6 +258,12 @@ DAMAGED_RUNS = [
     ({"input_tokens": [2, 0]}, "row 1 has input_tokens 0"),
     ({"max_tokens": [2, None]}, "row 1 has max_tokens None"),
     ({"prompt_token_ids": [[1, 2], [1]]}, "row 1 has 1 prompt_token_ids but 2 input_tokens"),
+    ({"prompt_token_ids": [[1, 2], [1, None]]}, "row 1 must have whole numbers as its prompt_token_ids"),
+    ({"prompt_token_ids": [["1", "2"], ["1", "2"]]}, "row 0 must have whole numbers as its prompt_token_ids"),
+    ({"prompt_token_ids": [2, 2]}, "row 0 must have whole numbers as its prompt_token_ids"),
+    ({"prompt_token_ids": [[1, 2], [1, -2]]}, ": token id -2 lies outside"),
+    ({"scheduled_s": [0.0, 1e300]}, "row 1 has scheduled_s 1e+300"),
+    ({"scheduled_s": ["0", "1"]}, "row 0 has scheduled_s '0'"),
 ]
 
 

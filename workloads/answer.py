@@ -16,6 +16,7 @@ from typing import Any
 from kvbench.engine.types import Request
 from kvbench.metrics.records import FAILED, FINISHED, UNFINISHED, RequestRecord
 from kvbench.workloads.faults import CUT, EMPTY, ERROR, MALFORMED, Fault
+from kvbench.workloads.lengths import LONGEST
 
 DONE = b"[DONE]"
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
@@ -74,7 +75,7 @@ class Answer:
         """Tokens of the answer so far by the server's own count: of all samples, or of the one that the chunk is of."""
         if not usage or usage.get("completion_tokens") is None:
             return None
-        told = _whole(usage["completion_tokens"])
+        told = _whole(usage["completion_tokens"], LONGEST)
         of = int(choices[0].get("index") or 0) if len(choices) == 1 else None
         before = self._told.get(of, 0)
         self._told[of] = told
@@ -170,6 +171,7 @@ class Answer:
             output_token_ids=ids if save_tokens else None,
             due_s=request.scheduled_s if request.sent_s is None else request.sent_s,
             asked_tokens=len(request.prompt),
+            asked_output_tokens=request.output_tokens or request.max_tokens,
             told_cached_tokens=cached,
             told_tokens=None if self._total is None else len(times),
             streamed_tokens=None if ids is None else len(ids),
@@ -202,8 +204,9 @@ def spread(total: int, weights: list[int]) -> list[int]:
     return [1 + after - before for before, after in pairwise(bounds)]
 
 
-def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
+def _whole(value: object, most: int = 2**31) -> int:
+    """A count that can be one: a wrong usage fills no memory."""
+    if type(value) is not int or not 0 <= value <= most:
         raise ValueError(value)
     return value
 

@@ -134,11 +134,12 @@ class _Client:
                 fault = Fault(fault.kind, f"not finished {self._patience_s:g} s after it was scheduled")
                 self._end(answer, ABORTED, str(fault))
             else:
-                self._end(answer, FAILED, self._endpoint.plain(str(fault)))
+                self._end(answer, FAILED, str(fault))
 
     def _end(self, answer: Answer, status: str, reason: str) -> None:
         now_s = self._clock.now()
         records = answer.records(status, reason, now_s, save_tokens=self._save_tokens)
+        records = [replace(record, reason=self._endpoint.plain(record.reason)) for record in records]
         self._records += records
         last = max(records, key=lambda record: record.last_s or 0.0)
         self._load.on_done(replace(last, output_token_ids=answer.ids(last.sample)), now_s)

@@ -23,28 +23,40 @@ if TYPE_CHECKING:
     import aiohttp
 
 
+FIRST_S = 300.0
+"""So long the first answer may take: some servers load their model for it."""
+
+
 def connect(
-    target: str, kind: str, first: Request, *, model: str | None = None, decode: Decode | None = None
+    target: str,
+    kind: str,
+    first: Request,
+    *,
+    model: str | None = None,
+    decode: Decode | None = None,
+    patience_s: float = FIRST_S,
 ) -> Endpoint:
     """The server at `target`, once it has answered a short beginning of the request `first`. `model`: the name that it
     serves under, where it is not the only one. KvbenchError where nobody answers or not as an OpenAI server does."""
-    return asyncio.run(_connect(base_url(target), kind, first, model, decode))
+    return asyncio.run(_connect(base_url(target), kind, first, model, decode, patience_s))
 
 
-async def _connect(url: str, kind: str, first: Request, model: str | None, decode: Decode | None) -> Endpoint:
+async def _connect(
+    url: str, kind: str, first: Request, model: str | None, decode: Decode | None, patience_s: float
+) -> Endpoint:
     key = api_key()
     endpoint = Endpoint(url, kind, "", WAYS[0], decode=decode, key=key)
     async with open_session(url) as session:
         listed = await _models(session, endpoint)
-        served = _chosen(url, listed, model)
+        served = _chosen(endpoint, listed, model)
         endpoint = replace(
             endpoint,
-            model=str(served["id"]),
-            software=str(served["owned_by"]) if served.get("owned_by") else None,
+            model=endpoint.plain(str(served["id"])),
+            software=endpoint.plain(str(served["owned_by"])) if served.get("owned_by") else None,
             version=await _version(session, endpoint),
             counts=await _counts(session, endpoint),
         )
-        return await _way(session, endpoint, first)
+        return await _way(session, endpoint, first, patience_s)
 
 
 async def _get(session: aiohttp.ClientSession, endpoint: Endpoint, path: str) -> tuple[int, str]:
@@ -77,13 +89,15 @@ async def _models(session: aiohttp.ClientSession, endpoint: Endpoint) -> list[di
     return models
 
 
-def _chosen(url: str, listed: list[dict[str, Any]], model: str | None) -> Mapping[str, Any]:
+def _chosen(endpoint: Endpoint, listed: list[dict[str, Any]], model: str | None) -> Mapping[str, Any]:
     """The model that was told, else the only one."""
     if model is not None:
         return next((one for one in listed if one["id"] == model), {"id": model})
     if len(listed) != 1:
-        names = ", ".join(str(one["id"]) for one in listed[:5]) or "none"
-        raise KvbenchError(f"the server at {url} lists {len(listed)} models ({names}); name one: --served-model-name")
+        names = endpoint.plain(", ".join(str(one["id"]) for one in listed[:5])) or "none"
+        raise KvbenchError(
+            f"the server at {endpoint.url} lists {len(listed)} models ({names}); name one: --served-model-name"
+        )
     return listed[0]
 
 
@@ -91,7 +105,7 @@ async def _version(session: aiohttp.ClientSession, endpoint: Endpoint) -> str | 
     """vLLM tells it; others perhaps not."""
     try:
         status, text = await _get(session, endpoint, "/version")
-        return str(json.loads(text)["version"])[:80] if status == 200 else None
+        return endpoint.plain(str(json.loads(text)["version"]), 80) if status == 200 else None
     except Exception:
         return None
 
@@ -104,14 +118,14 @@ async def _counts(session: aiohttp.ClientSession, endpoint: Endpoint) -> bool:
         return False
 
 
-async def _way(session: aiohttp.ClientSession, endpoint: Endpoint, first: Request) -> Endpoint:
+async def _way(session: aiohttp.ClientSession, endpoint: Endpoint, first: Request, patience_s: float) -> Endpoint:
     """The endpoint with the first way that the server takes."""
     short = replace(first, prompt=first.prompt[:8], max_tokens=2, output_tokens=first.output_tokens and 2)
     fault = None
     for way in _open_ways(endpoint):
         tried = replace(endpoint, way=way)
         try:
-            answer = await ask(session, tried, short, patience_s=300)
+            answer = await ask(session, tried, short, patience_s)
             return replace(tried, tells_ids=answer.ids(0) is not None)
         except Fault as error:
             fault = error

@@ -151,7 +151,7 @@ def base_url(text: str) -> str:
     """`http://host:port`, whether or not `/v1` was typed behind it; KvbenchError where it is no address of a server."""
     try:
         parts = urlsplit(text.strip())
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = parts.scheme in ("http", "https") and _is_host(parts.hostname or "") and parts.port != 0
     except ValueError:
         usable = False
     if not usable:
@@ -159,6 +159,11 @@ def base_url(text: str) -> str:
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise KvbenchError(f"--target takes no user, password or query; put an API key into {KEYS[0]}")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1').rstrip('/')}"
+
+
+def _is_host(name: str) -> bool:
+    """Whether anybody could look the name up; raises UnicodeError where a part of it is empty or too long."""
+    return bool(name.encode("idna")) and not any(letter.isspace() for letter in name)
 
 
 def open_session(url: str) -> aiohttp.ClientSession:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
@@ -65,12 +66,12 @@ def dispersion(times: Sequence[float], window_s: float) -> float | None:
     whole = int(times[-1] / window_s)
     if whole < 2:
         return None
-    counts = [0] * whole
-    for at_s in times:
-        if (window := int(at_s / window_s)) < whole:
-            counts[window] += 1
-    mean = sum(counts) / whole
-    return sum((count - mean) ** 2 for count in counts) / (whole - 1) / mean if mean else None
+    counts = Counter(window for at_s in times if (window := int(at_s / window_s)) < whole)
+    mean = counts.total() / whole
+    if not mean:
+        return None
+    empty = whole - len(counts)  # of a trace with a gap of years most are
+    return (math.fsum((count - mean) ** 2 for count in counts.values()) + empty * mean**2) / (whole - 1) / mean
 
 
 class _Seen:

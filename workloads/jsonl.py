@@ -8,7 +8,8 @@ from typing import Any
 
 from kvbench.errors import KvbenchError
 from kvbench.workloads.datasets import Drawn, Outline, outlined, shuffled
-from kvbench.workloads.text import Tokenizer, chat_ids, check_ids
+from kvbench.workloads.lengths import LONGEST
+from kvbench.workloads.text import Tokenizer, chat_ids, check_ids, text_ids
 
 _KEYS = {"prompt", "messages", "output_tokens"}
 
@@ -71,12 +72,14 @@ class Jsonl:
         if ("prompt" in row) == ("messages" in row):
             raise KvbenchError(f"{where} must have either `prompt` or `messages`")
         output_tokens = row.get("output_tokens", self._output_tokens)
-        if type(output_tokens) is not int or output_tokens < 1:
-            raise KvbenchError(f"{where} has output_tokens {output_tokens!r}; it must be a whole number of at least 1")
+        if type(output_tokens) is not int or not 1 <= output_tokens <= LONGEST:
+            raise KvbenchError(
+                f"{where} has output_tokens {output_tokens!r}; it must be a whole number from 1 to {LONGEST:,}"
+            )
         try:
             prompt = self._prompt(row)
             check_ids(prompt, self._vocab_size)
-        except (KvbenchError, UnicodeEncodeError) as error:
+        except KvbenchError as error:
             raise KvbenchError(f"{where}: {error}") from error
         if not prompt:
             raise KvbenchError(f"{where} has an empty prompt; give it at least one token")
@@ -95,7 +98,7 @@ class Jsonl:
             return chat_ids(self._tokenizer, _messages(row["messages"]))
         if not isinstance(prompt, str):
             raise KvbenchError(f"`prompt` must be a text or a list of token ids, not {json.dumps(prompt)}")
-        return tuple(self._tokenizer.encode(prompt)) if prompt else ()
+        return text_ids(self._tokenizer, prompt) if prompt else ()
 
 
 def _messages(messages: object) -> list[dict[str, str]]:

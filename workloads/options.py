@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping
 
 from kvbench.errors import KvbenchError
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-LARGEST = 10**9
-"""Beyond this a number is a slip of the finger, and would only fail later and less clearly."""
+LARGEST, SMALLEST = 10**9, 1e-6
+"""Beyond these a number is a slip of the finger, and would only fail later and less clearly."""
 
 
 def choice(value: str, allowed: Iterable[str], flag: str) -> str:
@@ -38,7 +37,7 @@ def seconds(text: str, flag: str, *, zero: bool = False) -> float:
 
 def shaped(text: str, known: Mapping[str, Mapping[str, str]], flag: str) -> tuple[str, dict[str, float]]:
     """`lognormal:cv=0.8:max=4096` as its name and numbers. `known` says which keys each name takes and what each is:
-    `number` (above 0) or `time` (with its unit). KvbenchError, with the nearest, for all else."""
+    `number` (see `positive`) or `time` (with its unit). KvbenchError, with the nearest, for all else."""
     name, *items = text.split(":")
     name = choice(name, known, flag)
     keys = known[name]
@@ -63,6 +62,11 @@ def _number(word: str, key: str, flag: str) -> float:
         value = float(word)
     except ValueError:
         raise KvbenchError(f"{flag} {key} must be a number, not {word!r}") from None
-    if not (math.isfinite(value) and 0 < value <= LARGEST):
-        raise KvbenchError(f"{flag} {key} must be above 0 and at most {LARGEST:,}, not {word}")
+    return positive(value, f"{flag} {key}")
+
+
+def positive(value: float, what: str) -> float:
+    """`value` if it is a number that can be worked with; else KvbenchError."""
+    if not SMALLEST <= value <= LARGEST:  # NaN fails this too
+        raise KvbenchError(f"{what} must be a number above 0, from {SMALLEST:f} to {LARGEST:,}, not {value:g}")
     return value

@@ -86,7 +86,7 @@ def search(probe: Probe, where: Range, *, seed: int = 0, tolerance: float = TOLE
     hunt = _Hunt(probe, where, seed, budget)
     why = _bracket(hunt)
     if why:
-        return hunt.ended(why, hunt.edge, None, None)
+        return hunt.ended(why, hunt.edge, None, None, retested=hunt.retested)
     rejected: set[float] = set()
     while True:
         low, high = hunt.limit()
@@ -115,9 +115,11 @@ def _bracket(hunt: _Hunt) -> str:
     while hunt.left:
         beyond = where.nearest(load * 2 if passed else load / 2)
         if beyond == load:
-            confirmed = passed and sum(hunt.ask(load) for _ in range(min(RETESTS, hunt.left))) >= RETESTS_PASSED
-            hunt.edge = load if confirmed else None
-            return f"the largest load that may be asked, {load:g}, passes" if passed else f"even {load:g} fails"
+            if not passed:
+                return f"even {load:g} fails"
+            hunt.retested = sum(hunt.ask(load) for _ in range(min(RETESTS, hunt.left)))
+            hunt.edge = load if hunt.retested >= RETESTS_PASSED else None
+            return f"the largest load that may be asked, {load:g}, {'passes' if hunt.edge else 'did not pass again'}"
         load = beyond
         if hunt.ask(load) != passed:
             return ""
@@ -131,6 +133,7 @@ class _Hunt:
         self.where, self.budget = where, budget
         self.trials: list[Trial] = []
         self.edge: float | None = None
+        self.retested = 0
         self._probe, self._seed = probe, seed
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvbench.errors import KvbenchError
 from kvbench.workloads.datasets import Drawn, Outline, Turn, outlined, shuffled
-from kvbench.workloads.text import Tokenizer, chat_ids, check_ids, turn_ids
+from kvbench.workloads.text import Tokenizer, chat_ids, check_ids, text_ids, turn_ids
 
 _ASKS, _ANSWERS = {"human", "user"}, {"gpt", "assistant", "chatgpt", "bard", "bing"}
 _OTHERS = {"system", "tool", "function_call", "observation"}
@@ -78,8 +78,9 @@ def _conversations(path: Path) -> list[tuple[str, list[tuple[str, str]]]]:
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("value"), str):
                 raise KvbenchError(f"{where} has a message without a `value` that is a text")
-            if message.get("from") not in _ASKS | _ANSWERS | _OTHERS:
-                raise KvbenchError(f"{where} has a message from {message.get('from')!r}; known are human and gpt")
+            sender = message.get("from")
+            if not isinstance(sender, str) or sender not in _ASKS | _ANSWERS | _OTHERS:
+                raise KvbenchError(f"{where} has a message from {sender!r}; known are human and gpt")
         pairs = [
             (asked["value"], answer["value"])
             for asked, answer in pairwise(messages)
@@ -96,11 +97,11 @@ def _row(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], vocab_size: int
         for number, (asked, answer) in enumerate(pairs):
             ids = turn_ids(tokenizer, asked) if number else _opening(tokenizer, asked)
             check_ids(ids, vocab_size)
-            tokens = len(tokenizer.encode(answer, add_special_tokens=False))
+            tokens = len(text_ids(tokenizer, answer, add_special_tokens=False))
             if not ids or not tokens:
                 break
             turns.append(Turn(ids, tokens, limit=tokens))
-    except (KvbenchError, UnicodeEncodeError) as error:
+    except KvbenchError as error:
         raise KvbenchError(f"{where}: {error}") from error
     if not turns:
         return None
@@ -110,5 +111,5 @@ def _row(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], vocab_size: int
 
 def _opening(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
-        return tuple(tokenizer.encode(text))
+        return text_ids(tokenizer, text)
     return chat_ids(tokenizer, [{"role": "user", "content": text}])

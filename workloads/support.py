@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.errors import KvbenchError
 from kvbench.workloads.datasets import Drawn, Outline, outlined, shuffled
 from kvbench.workloads.streams import stream
-from kvbench.workloads.text import Tokenizer, chat_ids, check_ids
+from kvbench.workloads.text import Tokenizer, chat_ids, check_ids, text_ids
 
 CHATS = Path(__file__).with_name("support.jsonl")
 
@@ -67,7 +67,7 @@ def _stand_ins(system: dict[str, Any], chats: list[dict[str, Any]], vocab_size: 
 def _real(tokenizer: Tokenizer, system: str, chat: dict[str, Any]) -> Drawn:
     return Drawn(
         _prompt(tokenizer, system, chat["user"]),
-        len(tokenizer.encode(chat["answer"], add_special_tokens=False)),
+        len(text_ids(tokenizer, chat["answer"], add_special_tokens=False)),
     )
 
 
@@ -75,7 +75,7 @@ def _prompt(tokenizer: Tokenizer, system: str, user: str) -> tuple[int, ...]:
     """Through the chat template where there is one; the system prompt opens the text in any case."""
     folded = f"{system}\n\n{user}"
     if tokenizer.chat_template is None:
-        return tuple(tokenizer.encode(f"{folded}\n\n"))
+        return text_ids(tokenizer, f"{folded}\n\n")
     turn = {"role": "user", "content": user}
     try:
         return chat_ids(tokenizer, [{"role": "system", "content": system}, turn])

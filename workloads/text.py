@@ -29,12 +29,30 @@ class Tokenizer(Protocol):
         """The chat's ids, or its text where not to `tokenize`."""
 
 
+def text_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """The text's ids; KvbenchError where it holds what no tokenizer reads."""
+    _check_text(text)
+    return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _check_text(text: str) -> None:
+    """JSON can name half a character, which is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise KvbenchError(
+            f"a text has {text[error.start]!r}, one of the two surrogates that make a character; write both or none"
+        ) from error
+
+
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[int, ...]:
     """The prompt of a chat, ready for the assistant's next turn, through the tokenizer's own template."""
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
         raise KvbenchError("this model's tokenizer has no chat template; give `prompt` texts instead of `messages`")
+    for message in messages:
+        _check_text(message["content"])
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except TemplateError as error:
@@ -51,7 +69,7 @@ def turn_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
-        return tuple(tokenizer.encode(f"\n\n{text}\n\n", add_special_tokens=False))
+        return text_ids(tokenizer, f"\n\n{text}\n\n", add_special_tokens=False)
     roles = [("user", "-"), ("assistant", _ANSWER), ("user", text)]
     messages = [{"role": role, "content": content} for role, content in roles]
     try:
@@ -63,7 +81,7 @@ def turn_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
         raise KvbenchError(
             "the model's chat template drops earlier answers, so no conversation can go on; use --turns 1"
         )
-    return tuple(tokenizer.encode(tail, add_special_tokens=False))
+    return text_ids(tokenizer, tail, add_special_tokens=False)
 
 
 def check_ids(ids: Iterable[int], vocab_size: int) -> None:

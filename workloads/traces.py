@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
 
 HASHED = 512
 """Tokens of a block that a `hash_id` of Mooncake's stands for."""
+
+LATEST_S = 1e12
+"""No time of a trace lies beyond it: thirty thousand years."""
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:?\d\d)?")
 
@@ -130,7 +132,10 @@ def read_trace(name: str, path: Path, vocab_size: int, excluded: frozenset[int] 
         raise KvbenchError(f"{path} holds no requests; give --dataset {name} another --dataset-path")
     for row in rows:
         if row.prompt is not None:
-            check_ids(row.prompt, vocab_size)
+            try:
+                check_ids(row.prompt, vocab_size)
+            except KvbenchError as error:
+                raise KvbenchError(f"{path}: {error}") from error
     rows.sort(key=lambda row: row.at_s)
     start_s = rows[0].at_s
     return Trace(name, [replace(row, at_s=row.at_s - start_s) for row in rows], vocab_size, excluded, note)
@@ -165,7 +170,10 @@ def _read_azure(path: Path) -> tuple[list[Recorded], str]:
     head: list[str] = []
     origin: datetime | None = None
     for where, line in _lines(path):
-        fields = [word.strip() for word in next(csv.reader([line]))]
+        try:
+            fields = [word.strip() for word in next(csv.reader([line]))]
+        except csv.Error as error:
+            raise KvbenchError(f"{where} is no line of CSV: {error}") from error
         if not head:
             head = fields
             for column in columns:
@@ -200,7 +208,7 @@ def _read_mooncake(path: Path) -> tuple[list[Recorded], str]:
             what = f"lacks {missing[0]!r}" if isinstance(row, dict) else "must be an object"
             raise KvbenchError(f"{where} {what}; a Mooncake trace has {', '.join(keys)} in every line")
         at_ms, blocks = row["timestamp"], row["hash_ids"]
-        if type(at_ms) not in (int, float) or not 0 <= at_ms < 1e15:
+        if type(at_ms) not in (int, float) or not 0 <= at_ms <= LATEST_S * 1000:
             raise KvbenchError(f"{where} has the timestamp {at_ms!r}; it must be milliseconds of at least 0")
         tokens = [_count(row[key], key, where) for key in keys[1:3]]
         if not isinstance(blocks, list) or any(type(block) is not int for block in blocks):
@@ -220,6 +228,9 @@ def _read_run(path: Path) -> tuple[list[Recorded], str]:
     import pyarrow.parquet as pq
 
     file = trace_file(path)
+    if not file.is_file():
+        what = "is no file" if file.exists() else "is not there"
+        raise KvbenchError(f"cannot read --dataset-path {path}: {file} {what}; name a cell's folder (runs/…/cells/…)")
     columns = ["request", "scheduled_s", "input_tokens", "output_tokens", "max_tokens", "status"]
     try:
         table = pq.read_table(file)
@@ -227,7 +238,7 @@ def _read_run(path: Path) -> tuple[list[Recorded], str]:
         found: list[dict[str, Any]] = table.select(known).to_pylist()
     except OSError as error:
         raise KvbenchError(
-            f"cannot read --dataset-path {file}: {error.strerror or 'not readable'}; name a cell's folder"
+            f"cannot read --dataset-path {file}: {error.strerror or 'it is damaged'}; name a cell's folder"
         ) from error
     except pa.ArrowInvalid as error:
         raise KvbenchError(
@@ -241,11 +252,13 @@ def _read_run(path: Path) -> tuple[list[Recorded], str]:
             continue
         where, ids = f"{file}, row {number}", row.get("prompt_token_ids")
         at_s, limit = row["scheduled_s"], _count(row["max_tokens"], "max_tokens", where)
-        if not (isinstance(at_s, float) and math.isfinite(at_s)):
+        if type(at_s) not in (int, float) or not abs(at_s) <= LATEST_S:
             raise KvbenchError(f"{where} has scheduled_s {at_s!r}; it must be a time in seconds")
         finished = row["status"] == FINISHED
         unfinished += not finished
         tokens = _count(row["input_tokens"], "input_tokens", where)
+        if ids is not None and not (isinstance(ids, list) and all(type(token) is int for token in ids)):
+            raise KvbenchError(f"{where} must have whole numbers as its prompt_token_ids")
         if ids is not None and len(ids) != tokens:
             raise KvbenchError(f"{where} has {len(ids)} prompt_token_ids but {tokens} input_tokens")
         answer = _count(row["output_tokens"], "output_tokens", where) if finished else limit

@@ -9,7 +9,7 @@ GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo 
 PINS := $(if $(GPU),,-c constraints-cpu.txt)
 KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
 
-.PHONY: sweep model test soak bench peers sharing score check venv clean
+.PHONY: sweep model test soak bench peers sharing paper score check venv clean
 .DELETE_ON_ERROR:
 
 sweep: model
@@ -22,9 +22,10 @@ test: $(VENV)/installed-dev model
 soak: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -m soak -s $(ARGS)
 
-# How much load the client of --target can make; a benchmark, no part of the tests.
+# How much load the client of --target can make, and how fast the simulator is; benchmarks, no part of the tests.
 bench: $(VENV)/installed
-	$(VENV)/bin/python tests/bench_client.py $(ARGS)
+	$(VENV)/bin/python tests/bench_client.py
+	$(VENV)/bin/python tests/bench_simulator.py
 
 # A real vLLM server without a GPU beside both backends, and its own benchmark beside ours. Some gigabytes at first.
 peers: model
@@ -37,6 +38,10 @@ sharing: model
 	@$(VENV)/bin/kvbench sweep $(SAMPLES) --input-len 161 --output-len 338 --repeats 2
 	@$(VENV)/bin/kvbench sweep --prefix-len 80,341 --prefix-caching off,on --reserve oracle --input-len 24 \
 	    --output-len 24 --range-ratio 0.5 --concurrency 16 --repeats 4
+
+# The paged-attention paper's experiments on a virtual card: writes docs/paper.md.
+paper: $(VENV)/installed
+	$(VENV)/bin/python tests/paper.py
 
 # The model of the main job and of the tests of real weights; both do without where it cannot be had.
 model: $(VENV)/installed

@@ -6,6 +6,7 @@ read in this order:
 1. `engine/types.py`       Request, Sequence, Chunk, Batch, Move: what flows through everything
 2. `engine/interfaces.py`  the seams: Allocator (and Paging), Cache, Executor, Clock, Load
 3. `engine/scheduler.py`   which tokens are computed next (no phases: computed catches up with known)
+   `engine/decoding.py`    those that decode, and the calendar of what each needs next
    `engine/static.py`      the other way to batch: as a whole, the traditional one
 4. `engine/engine.py`      Engine and `serve`, the loop around it
 5. `contiguous/slots.py`, `paged/blocks.py`   the two memory policies, host bookkeeping only;

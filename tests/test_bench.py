@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 import bench_client
+import bench_simulator
 import pytest
 
 
@@ -13,3 +16,15 @@ def test_the_bench_of_the_client_runs_and_reports(capsys: pytest.CaptureFixture[
         assert name in said
     (answered,) = (line.split() for line in said.splitlines() if line.startswith("answered"))
     assert answered[-3:] == ["100.00"] * 3
+
+
+def test_the_bench_of_the_simulator_runs_and_reports(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_simulator", "--repeats", "1", "--requests", "300"])
+    bench_simulator.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [
+        [job.name, kind] for job in bench_simulator.JOBS for kind in ("paged", "contiguous")
+    ]
+    assert all(float(row[2]) > 1 for row in rows)

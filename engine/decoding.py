@@ -81,12 +81,16 @@ class Decoding:
         """Those that need memory for the next step, the first admitted first. It forgets them: whoever gets some is
         expected anew. (One that left and came back at once is in the calendar twice.)"""
         step = self.steps.done
-        return in_order(one for one in self._due.pop(step, ()) if one.decodes and one.due_step == step)
+        if step not in self._due:
+            return []
+        return in_order([one for one in self._due.pop(step) if one.decodes and one.due_step == step])
 
     def ending(self) -> list[Sequence]:
         """Those whose longest answer is whole with the last step done."""
         step = self.steps.done - 1
-        return in_order(one for one in self._ends.pop(step, ()) if one.decodes and one.end_step == step)
+        if step not in self._ends:
+            return []
+        return in_order([one for one in self._ends.pop(step) if one.decodes and one.end_step == step])
 
 
 def in_order(sequences: Iterable[Sequence]) -> list[Sequence]:

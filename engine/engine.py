@@ -181,6 +181,7 @@ class Engine:
         """Steps behind the one that was committed last, in which nobody comes or goes; the first ends at ends_s[1]."""
         decoding, usage, pool_tokens = self.scheduler.decoding, self.allocator.usage(), self.allocator.pool_tokens
         count, held, free, cached, swapped = decoding.count, usage.held, usage.free, usage.cached, usage.swapped
+        saved, saved_held = usage.saved, usage.saved_held
         for device_s, start_s, end_s in zip(took_s, ends_s, ends_s[1:], strict=False):
             step = decoding.steps.done
             self.scheduler.grow()
@@ -188,14 +189,34 @@ class Engine:
                 self.ledger.note(changes, step)
                 usage = self.allocator.usage()
                 held, free, cached = usage.held, usage.free, usage.cached
+                saved, saved_held = usage.saved, usage.saved_held
             decoding.steps.done = step + 1
             context, filled = decoding.context, usage.filled + decoding.unnoted
             self.ends_s.append(end_s)
             self.steps.append(
                 StepRecord(
-                    *(step, start_s, end_s, max(0.0, end_s - start_s - device_s), device_s, count, 0, count, count),
-                    *(context, context, count, 0, 0, pool_tokens, filled, held, free, cached, swapped),
-                    *(filled + usage.saved, held + usage.saved_held),
+                    step,
+                    start_s,
+                    end_s,
+                    max(0.0, end_s - start_s - device_s),
+                    device_s,
+                    count,
+                    0,
+                    count,
+                    count,
+                    context,
+                    context,
+                    count,
+                    0,
+                    0,
+                    pool_tokens,
+                    filled,
+                    held,
+                    free,
+                    cached,
+                    swapped,
+                    filled + saved,
+                    held + saved_held,
                 )
             )
 

@@ -42,7 +42,8 @@ class Ledger:
                 continue
             del self._open[change.sequence]
             sample, request = (0, COMMON) if change.sequence == COMMON else divmod(change.sequence, SAMPLE)
-            self.holds.extend(
-                Hold(request, first, end, held, asked, final_tokens=change.filled - shared, sample=sample)
+            filled = change.filled
+            self.holds += [
+                Hold(request, first, end, held, asked, filled - shared, sample)
                 for first, end, held, asked, shared in stay.pieces
-            )
+            ]

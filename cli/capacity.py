@@ -47,8 +47,9 @@ def capacity(
 
     Bytes are of one card. Users at once are counted by the rules of the very allocators that `sweep` measures.
     """
-    from kvbench.cli.config import FORMATS, parse_bytes, parse_dtype
+    from kvbench.cli.config import FORMATS
     from kvbench.cli.fit import Asked, facts, parse_contexts, parse_kv_dtype, quantised
+    from kvbench.cli.parse import parse_bytes, parse_dtype
     from kvbench.engine.hf_config import load_shape
     from kvbench.planner.catalog import find_card, load_cards, with_prices
     from kvbench.reports.capacity import render

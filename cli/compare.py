@@ -16,7 +16,19 @@ REGRESSION = 3
 
 OF_THE_PLAN = (
     *("variants", "loads", "contexts", "repeats", "until_ci", "seed", "metadata", "save_tokens"),
-    *("model", "weights", "dtype", "device", "kv_bytes", "gpu_memory_utilization", "swap_bytes", "max_model_len"),
+    *(
+        "model",
+        "weights",
+        "dtype",
+        "device",
+        "tp",
+        "kv_dtype",
+        "gpu_file",
+        "kv_bytes",
+        "gpu_memory_utilization",
+        "swap_bytes",
+        "max_model_len",
+    ),
 )
 """Flags that may differ: cells and seeds are matched one by one, and what the others led to is compared instead."""
 

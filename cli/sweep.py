@@ -9,6 +9,7 @@ import typer
 
 from kvbench.cli import config as flags
 from kvbench.cli import load_flags as load
+from kvbench.cli import parse
 from kvbench.cli.load_config import parse_seconds
 from kvbench.workloads.options import choice
 
@@ -156,38 +157,38 @@ def sweep(
     told = {
         "reserve": reserve,
         "batching": batching,
-        "prefix_caching": flags.parse_caching(prefix_caching, enable_prefix_caching),
+        "prefix_caching": parse.parse_caching(prefix_caching, enable_prefix_caching),
         "preemption": preemption,
     }
     policies = {name: known.policies for name, known in BACKENDS.items()}
     policies |= {} if target is None else {SERVER: {}}
     begin = None if arrivals is None and not (concurrency or request_rate) else asked["loads"]
-    find, loads = flags.parse_search(begin, rate=find_max_rate, concurrency=find_max_concurrency)
+    find, loads = parse.parse_search(begin, rate=find_max_rate, concurrency=find_max_concurrency)
     config = flags.SweepConfig(
-        variants=flags.parse_variants(flags.with_server(backend, target, SERVER), told, policies),
+        variants=parse.parse_variants(parse.with_server(backend, target, SERVER), told, policies),
         **asked | ({} if find is None else {"loads": loads}),
         find=find,
         model=model,
         weights=choice(weights, ("auto", "random"), "--weights"),
-        dtype=flags.parse_dtype(dtype),
-        device=flags.parse_device(device),
+        dtype=parse.parse_dtype(dtype),
+        device=parse.parse_device(device),
         tp=tp,
         gpu_file=gpu_file,
         kv_dtype=choice(kv_dtype, flags.KV_DTYPES, "--kv-dtype"),
-        kv_bytes=None if kv_memory is None else flags.parse_bytes(kv_memory, "--kv-memory"),
+        kv_bytes=None if kv_memory is None else parse.parse_bytes(kv_memory, "--kv-memory"),
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
         block_size=block_size,
-        swap_bytes=None if swap_space is None else flags.parse_bytes(swap_space, "--swap-space"),
-        cache_salts=flags.parse_salts(cache_salt),
+        swap_bytes=None if swap_space is None else parse.parse_bytes(swap_space, "--swap-space"),
+        cache_salts=parse.parse_salts(cache_salt),
         max_batched_tokens=max_num_batched_tokens,
         max_sequences=max_num_seqs,
         max_tokens=max_tokens,
         overflow=choice(overflow, ("reject", "truncate"), "--overflow"),
         warmups=num_warmups,
         repeats=repeats,
-        until_ci=flags.parse_share(until_ci, "--until-ci"),
-        slos=flags.parse_objectives(slo or [], goodput),
+        until_ci=parse.parse_share(until_ci, "--until-ci"),
+        slos=parse.parse_objectives(slo or [], goodput),
         temperature=temperature,
         top_p=top_p,
         repetition_penalty=repetition_penalty,
@@ -196,7 +197,7 @@ def sweep(
         cell_timeout_s=parse_seconds(cell_timeout, "--cell-timeout"),
         price_usd_per_hour=price,
         save_tokens=save_tokens,
-        metadata=flags.parse_metadata(metadata or []),
+        metadata=parse.parse_metadata(metadata or []),
         target=target,
         endpoint_type=endpoint_type.strip().lower(),
         served_model=served_model_name,

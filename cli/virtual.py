@@ -158,6 +158,10 @@ class Virtual:
     def release(self) -> None:
         """There is nothing to hand back."""
 
+    def _kv(self) -> str:
+        kept = self.memory.serving.kv_dtype
+        return "" if kept == self.dtype else f"KV in {kept}, "
+
     def _cards(self) -> str:
         return f"{f'{self.tp} x ' if self.tp > 1 else ''}{self.card.name}"
 
@@ -171,7 +175,8 @@ class Virtual:
             f"{card.bandwidth_bytes_per_s / 1e12:.3g} TB/s, {_teraflops(card)}{money}",
             "step times": self.steps.source,
             "model": f"{self.model_name}, {self.shape.parameters / 1e9:.3g} billion parameters, its shape only{scheme}",
-            "dtype": f"{self.dtype}, {self.kv_bytes_per_token:,} bytes of KV a token{' on each card' * (self.tp > 1)}",
+            "dtype": f"{self.dtype}, {self._kv()}{self.kv_bytes_per_token:,} bytes of KV a token"
+            f"{' on each card' * (self.tp > 1)}",
         }
 
     def device_facts(self) -> dict[str, Any]:
@@ -197,6 +202,7 @@ class Virtual:
             "weights": "none",
             "weights_bytes": self.memory.term("weights").bytes,
             "dtype": self.dtype,
+            "kv_dtype": self.memory.serving.kv_dtype,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "memory": {term.key: {"bytes": term.bytes, "evidence": term.evidence} for term in self.memory.terms},
         }

@@ -3,6 +3,7 @@ take is guessed from that. On a card that is only computed nothing happens once;
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import time
@@ -37,8 +38,11 @@ class Pace:
         return self.alone_s + max(0.0, slope) * (sequences - 1)
 
 
-SHORT, LONG = 8, 64
+SHORT, LONG = 8, 1024
 """Tokens of an answer that is tried: enough for a pace; enough that little but answers counts."""
+
+KEEPING_S = 0.2
+"""About what it takes to sum a cell up and to store it, however short it was."""
 
 
 def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
@@ -70,9 +74,11 @@ def warm_up(job: Job) -> tuple[float | None, dict[str, float]]:
 def rehearse(job: Job) -> dict[str, float]:
     """How long it will take to compute each cell, in the time of this machine, not of the card: from a few answers of
     each variant."""
+    importlib.import_module("pyarrow.parquet")  # a cell is written with it: loaded before the first one is timed
     token_s: dict[Variant, float] = {}
     for variant in dict.fromkeys(cell.variant for cell in job.cells):
         requests = _short(job, variant, LONG)
+        _try(job, variant, requests[:1])
         began_s = time.perf_counter()
         _try(job, variant, requests)
         tokens = sum((one.output_tokens or 1) * one.n for one in requests)
@@ -81,7 +87,9 @@ def rehearse(job: Job) -> dict[str, float]:
     for cell in job.cells:
         if _point(cell) not in answers:
             answers[_point(cell)] = Asked.by(job.requests(cell)).answers
-    return {cell.id: token_s[cell.variant] * answers[_point(cell)] * cell.context.samples for cell in job.cells}
+    return {
+        cell.id: KEEPING_S + token_s[cell.variant] * answers[_point(cell)] * cell.context.samples for cell in job.cells
+    }
 
 
 def _point(cell: Cell) -> tuple[LoadPoint, Context]:

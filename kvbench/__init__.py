@@ -16,9 +16,10 @@ read in this order:
                            chosen in `engine/sampling.py`
 8. `workloads/`            what is asked, and when; `workloads/client.py` puts it to a server instead
 9. `metrics/`              what was compared (points), observed (records), kept (store) and concluded (summary, stats)
-10. `cli/stack.py`         the one place that puts the parts together; `cli/sweep.py` the main job
-11. `planner/`             what cannot be measured here: cards (catalog), what fits into them (memory), how long a
-                           step takes on them (cost) and the engine on that time (simulator)
+10. `cli/stack.py`         the one place that puts the parts together, over a device there is (`cli/owned.py`) or one
+                           that is computed (`cli/virtual.py`); `cli/sweep.py` the main job
+11. `planner/`             what cannot be measured here: cards (catalog), what fits into them (memory), how long their
+                           steps take (cost, steps), engines on that (simulator), recorded steps once more (replay)
 12. `reports/`             tables, charts and the page, all from the stored run
 
 Everything imports as `kvbench.<folder>`, from an installed package and from a bare checkout alike.

@@ -96,6 +96,7 @@ def provenance(folder: RunFolder, results: Results) -> list[str]:
         binary_size(device["memory_bytes"]) + " memory" if device.get("memory_bytes") else "",
         *(f"{name} {software[name]}" for name in ("driver", "torch", "transformers", "python") if software.get(name)),
         str(software.get("platform") or ""),
+        f"step times {source}" if (source := facts(device, "step_times").get("source")) else "",
         f"kvbench {manifest.get('kvbench_version') or DASH}{commit}",
         f"seed {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") if seeds else "",
         price(manifest) or "no price given",

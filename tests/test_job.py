@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from kvbench.cli.asking import CPU_CONTEXT, RANGE_RATIO
-from kvbench.cli.config import SweepConfig, parse_caching, parse_variants
+from kvbench.cli.config import SweepConfig
 from kvbench.cli.job import Job, prepare
 from kvbench.cli.load_config import parse_contexts, parse_loads
+from kvbench.cli.parse import parse_caching, parse_variants
 from kvbench.cli.stack import BACKENDS
 from kvbench.cli.warm import Asked, Pace, _guess, warm_up
 from kvbench.engine.types import Request

@@ -214,18 +214,8 @@ def test_what_cannot_be_replayed_says_so(capsys: pytest.CaptureFixture[str]) -> 
     call("sweep", *TINY, *LENGTHS, "--concurrency", "2", "--num-prompts", "2", "--output", "unsaved")
     call("replay", "unsaved", code=2)
     assert "record it with --save-tokens" in capsys.readouterr().err
-    sweep(
-        *LENGTHS,
-        "--concurrency",
-        "4",
-        "--num-prompts",
-        "8",
-        "--reserve",
-        "oracle",
-        "--request-timeout",
-        "0.001ms",
-        code=1,
-    )
+    few = ("--concurrency", "4", "--num-prompts", "8")
+    sweep(*LENGTHS, *few, "--reserve", "oracle", "--request-timeout", "0.001ms", code=1)
     call("replay", "out", code=1)
     assert "oracle went by the lengths of 8 answers that were never whole" in capsys.readouterr().out
 

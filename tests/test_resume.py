@@ -18,8 +18,9 @@ import kvbench.cli.job as job
 import kvbench.cli.measure as measuring
 import kvbench.cli.owned as owned
 from kvbench.cli.app import main
-from kvbench.cli.config import SweepConfig, flag, parse_metadata, parse_objectives
+from kvbench.cli.config import SweepConfig, flag
 from kvbench.cli.load_config import parse_contexts, parse_loads
+from kvbench.cli.parse import parse_metadata, parse_objectives
 from kvbench.cli.resume import COMPARED, KEPT, differences
 from kvbench.cli.sweep import sweep as sweep_command
 from kvbench.engine.environment import find_device, versions

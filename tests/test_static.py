@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from test_abort import PHASES, Story
 from test_engine import Cell, cells, check_progress, check_requests
 
-from kvbench.cli.config import parse_variants
+from kvbench.cli.parse import parse_variants
 from kvbench.cli.stack import BACKENDS
 from kvbench.contiguous.slots import POLICIES
 from kvbench.engine.scheduler import Limits

@@ -11,7 +11,8 @@ from test_sweep import TINY, sweep
 import kvbench.cli.conduct as conduct
 import kvbench.cli.measure as measuring
 from kvbench.cli import until
-from kvbench.cli.config import SweepConfig, parse_share
+from kvbench.cli.config import SweepConfig
+from kvbench.cli.parse import parse_share
 from kvbench.errors import KvbenchError
 from kvbench.metrics.points import Variant
 from kvbench.metrics.precision import FEWEST_REPEATS

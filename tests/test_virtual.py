@@ -162,8 +162,8 @@ def test_every_table_sentence_and_title_says_simulated(capsys: pytest.CaptureFix
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("###")]
     assert heads and all("(simulated)" in head for head in heads)
     call("compare", "out")
-    shown = capsys.readouterr()
-    assert shown.out.count("(simulated)") >= 4 and "\nSimulated: out tok/s, the primary metric" in shown.err
+    compared = capsys.readouterr()
+    assert compared.out.count("(simulated)") >= 4 and "\nSimulated: out tok/s, the primary metric" in compared.err
 
 
 def test_simulated_is_never_held_against_measured_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Sequence as Ordered
 
 from kvbench.contiguous.buddy import BuddyChunks
 from kvbench.engine.accounts import Accounts
-from kvbench.engine.types import Holding, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import Holding, Usage
 from kvbench.errors import KvbenchError
 
 POLICIES = ("max", "declared", "pow2", "oracle")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
-from kvbench.engine.types import COMMON, Holding, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import COMMON, Holding, Usage
 
 
 @dataclass(slots=True)

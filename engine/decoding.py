@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from operator import attrgetter
 
-from kvbench.engine.types import Sequence, Steps
+from kvbench.engine.sequence import Sequence, Steps
 
 
 class Decoding:

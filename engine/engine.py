@@ -16,7 +16,8 @@ from kvbench.engine.decoding import in_order
 from kvbench.engine.interfaces import Allocator, Clock, Executor, Foresight, Load
 from kvbench.engine.ledger import Ledger
 from kvbench.engine.scheduler import Limits, Plan, Scheduler
-from kvbench.engine.types import COPY, IN, OUT, Batch, Request, Sampled, Sequence, Ticket, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import COPY, IN, OUT, Batch, Request, Sampled, Ticket, Usage
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, UNFINISHED, RequestRecord, Run, StepRecord
 
 

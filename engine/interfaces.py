@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvbench.engine.types import Batch, Holding, Move, Request, Sampled, Sequence, Ticket, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import Batch, Holding, Move, Request, Sampled, Ticket, Usage
 from kvbench.metrics.records import RequestRecord
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.engine.types import Sampling, Sequence
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import Sampling
 
 ROWS_AT_ONCE = 32
 """A draw takes some 40 bytes of device memory for each row and word of the vocabulary; this bounds it."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from kvbench.engine.decoding import Decoding
 from kvbench.engine.interfaces import Allocator, Paging
-from kvbench.engine.types import Batch, Chunk, Move, Sequence
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import Batch, Chunk, Move
 from kvbench.errors import KvbenchError
 
 _SAMPLES = 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kvbench.engine.interfaces import Retiring
 from kvbench.engine.scheduler import Limits, Plan, Scheduler
-from kvbench.engine.types import Sequence
+from kvbench.engine.sequence import Sequence
 
 
 class StaticScheduler(Scheduler):

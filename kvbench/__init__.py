@@ -3,7 +3,8 @@
 Two backends, a contiguous preallocated cache and a paged one, run under one engine and one load. To know the whole,
 read in this order:
 
-1. `engine/types.py`       Request, Sequence, Chunk, Batch, Move: what flows through everything
+1. `engine/types.py`       Request, Chunk, Batch, Move: what flows through everything
+   `engine/sequence.py`    Sequence, the one of them that changes
 2. `engine/interfaces.py`  the seams: Allocator (and Paging), Cache, Executor, Clock, Load
 3. `engine/scheduler.py`   which tokens are computed next (no phases: computed catches up with known)
    `engine/decoding.py`    those that decode, and the calendar of what each needs next

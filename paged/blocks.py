@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 
 from kvbench.engine.accounts import Accounts
-from kvbench.engine.types import COPY, Holding, Move, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import COPY, Holding, Move, Usage
 from kvbench.errors import KvbenchError
 from kvbench.paged.holders import Holders
 from kvbench.paged.prefix import PrefixCache

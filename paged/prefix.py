@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvbench.engine.types import Sequence
+from kvbench.engine.sequence import Sequence
 
 Parent = int | str
 """What a block follows: the serial of the block before it, or a salt where it begins a text."""

@@ -12,7 +12,8 @@ from collections.abc import Sequence as Many
 from dataclasses import fields
 
 from kvbench.engine.clock import VirtualClock
-from kvbench.engine.types import Batch, Request, Sampled, Ticket, stand_ins
+from kvbench.engine.sequence import stand_ins
+from kvbench.engine.types import Batch, Request, Sampled, Ticket
 from kvbench.errors import KvbenchError
 from kvbench.metrics.records import FINISHED, RequestRecord, Run
 

@@ -18,20 +18,9 @@ from kvbench.engine.clock import VirtualClock
 from kvbench.engine.engine import Engine, serve
 from kvbench.engine.interfaces import Allocator, Load
 from kvbench.engine.scheduler import Limits, Scheduler
+from kvbench.engine.sequence import Sequence
 from kvbench.engine.static import StaticScheduler
-from kvbench.engine.types import (
-    COPY,
-    IN,
-    OUT,
-    Batch,
-    Holding,
-    Move,
-    Request,
-    Sampled,
-    Sequence,
-    Ticket,
-    Usage,
-)
+from kvbench.engine.types import COPY, IN, OUT, Batch, Holding, Move, Request, Sampled, Ticket, Usage
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
 

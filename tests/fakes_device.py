@@ -22,7 +22,8 @@ from kvbench.engine.interfaces import Cache
 from kvbench.engine.model import BoundModel
 from kvbench.engine.runner import ModelRunner
 from kvbench.engine.scheduler import Limits, Scheduler
-from kvbench.engine.types import GREEDY, Batch, Request, Sampling, Sequence
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import GREEDY, Batch, Request, Sampling
 from kvbench.metrics.records import Run
 from kvbench.paged.blocks import BlockPool
 from kvbench.paged.cache import BlockCache

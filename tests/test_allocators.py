@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 
 from kvbench.contiguous.buddy import BuddyChunks
 from kvbench.contiguous.slots import Slots
-from kvbench.engine.types import Holding, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import Holding, Usage
 from kvbench.errors import KvbenchError
 from kvbench.paged.blocks import BlockPool
 

@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import KVShape
 from kvbench.engine.attention.reference import attention
-from kvbench.engine.types import Batch, Chunk, Request, Sequence
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import Batch, Chunk, Request
 from kvbench.paged.blocks import BlockPool
 
 POOL = 26 * 48  # whole blocks of every size below

@@ -18,8 +18,9 @@ from test_help import HEAVY, ROOT, one_line, run
 
 from kvbench.cli.fit import Asked, ways
 from kvbench.cli.stack import BACKENDS, CacheConfig
+from kvbench.engine.sequence import Sequence
 from kvbench.engine.shapes import SHAPES
-from kvbench.engine.types import Request, Sequence
+from kvbench.engine.types import Request
 from kvbench.planner.catalog import catalogue
 
 LLAMA = ("capacity", "--model", "llama-3.1-8b", "--gpu", "h100")

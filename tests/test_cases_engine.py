@@ -21,7 +21,8 @@ from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import Arena, KVShape
 from kvbench.engine.interfaces import Cache
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import Batch, Chunk, Request, Sequence
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import Batch, Chunk, Request
 from kvbench.engine.weights import quiet
 from kvbench.metrics.records import FINISHED, REJECTED
 from kvbench.paged.blocks import BlockPool

@@ -15,7 +15,8 @@ from tiny_models import VOCAB, Expected, Pair, departures, generate, tiny_pair
 
 from kvbench.contiguous.slots import POLICIES
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import SAMPLE, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import SAMPLE, Usage
 from kvbench.metrics.memory import split
 from kvbench.metrics.records import FINISHED, Run
 from kvbench.workloads.load import ClosedLoop

@@ -8,7 +8,8 @@ import pytest
 from fakes import asking, request
 from test_allocators import state
 
-from kvbench.engine.types import COMMON, Holding, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import COMMON, Holding, Usage
 from kvbench.paged.blocks import BlockPool
 
 

@@ -16,7 +16,8 @@ from test_engine import Cell, check_requests, check_steps, check_times
 
 from kvbench.engine.ledger import Ledger
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import COMMON, Holding, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import COMMON, Holding, Usage
 from kvbench.metrics.memory import split
 from kvbench.metrics.records import FINISHED, Hold, Run
 from kvbench.paged.blocks import BlockPool

@@ -17,7 +17,8 @@ from test_engine import Cell
 from test_prefix_runs import Watched, check_rows
 
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import COMMON, SAMPLE, Sampling, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import COMMON, SAMPLE, Sampling, Usage
 from kvbench.metrics.memory import memory_summary, split
 from kvbench.metrics.records import ABORTED, FAILED, FINISHED, REJECTED, Hold
 from kvbench.metrics.window import total

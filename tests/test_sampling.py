@@ -23,7 +23,8 @@ from kvbench.contiguous.slots import Slots
 from kvbench.engine.runner import ModelRunner
 from kvbench.engine.sampling import next_tokens
 from kvbench.engine.scheduler import Limits
-from kvbench.engine.types import GREEDY, Batch, Chunk, Request, Sampling, Sequence
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import GREEDY, Batch, Chunk, Request, Sampling
 from kvbench.errors import CellError, KvbenchError
 from kvbench.paged.blocks import BlockPool
 

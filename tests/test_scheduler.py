@@ -11,7 +11,8 @@ from fakes import KINDS, FaultyAllocator, answer, make_pool, request, serve_on
 
 from kvbench.engine.interfaces import Allocator
 from kvbench.engine.scheduler import Limits, Plan, Scheduler
-from kvbench.engine.types import Request, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import Request, Usage
 from kvbench.errors import KvbenchError
 from kvbench.metrics.memory import split
 from kvbench.metrics.records import FAILED, FINISHED, REJECTED

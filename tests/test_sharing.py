@@ -22,7 +22,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvbench.engine.types import COMMON, COPY, IN, OUT, Holding, Sequence, Usage
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import COMMON, COPY, IN, OUT, Holding, Usage
 from kvbench.paged.blocks import BlockPool
 
 DRAWS = st.randoms(use_true_random=False)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from kvbench.engine.clock import VirtualClock
 from kvbench.engine.engine import Engine, serve
 from kvbench.engine.scheduler import Limits, Scheduler
-from kvbench.engine.types import Batch, Chunk, Request, Sequence, Steps, Usage, stand_ins
+from kvbench.engine.sequence import Sequence, Steps, stand_ins
+from kvbench.engine.types import Batch, Chunk, Request, Usage
 from kvbench.metrics.memory import split
 from kvbench.metrics.records import FINISHED, Run
 from kvbench.paged.blocks import BlockPool

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbench.engine.arena import Arena
-from kvbench.engine.types import Batch, Sequence
+from kvbench.engine.sequence import Sequence
+from kvbench.engine.types import Batch
 
 
 @dataclass(frozen=True, slots=True)

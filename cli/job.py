@@ -211,6 +211,8 @@ def _cure(config: SweepConfig) -> str:
     """What makes them shorter."""
     if config.dataset in TRACES:
         return "cut the trace before them with --num-prompts or --duration, or say --max-model-len, which rejects them"
+    if config.dataset != "random":
+        return f"take them out of {config.dataset_path or config.dataset}, or say --max-model-len, which rejects them"
     prefixes = any(context.prefix_tokens for context in config.contexts or ())
     flags = [*(["--turns"] if config.turns > 1 else []), *(["--prefix-len"] if prefixes else []), "--input-len"]
     clip = ", or clip them: --input-dist …:max=…" if config.input_dist or config.output_dist else ""

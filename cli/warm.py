@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from kvbench.cli.job import Job
+from kvbench.cli.server import COLD_S
 from kvbench.cli.stack import SERVER, shares
 from kvbench.engine.types import Request
 from kvbench.errors import KvbenchError
@@ -110,8 +111,11 @@ def _short(job: Job, variant: Variant, longest: int) -> list[Request]:
 
 
 def _try(job: Job, variant: Variant, requests: list[Request]) -> Run | None:
-    """A run to be forgotten; one that cannot run will say so as a cell."""
-    patient = replace(job.stack, limits=replace(job.stack.limits, request_timeout_s=None))
+    """A run to be forgotten; one that cannot run will say so as a cell. Nobody is hurried by --request-timeout, for all
+    is cold, but a server that hangs is not waited for beyond that."""
+    told_s = job.stack.limits.request_timeout_s
+    patience_s = max(COLD_S, told_s) if told_s is not None and variant.backend == SERVER else None
+    patient = replace(job.stack, limits=replace(job.stack.limits, request_timeout_s=patience_s))
     try:
         return patient.run(variant, ClosedLoop(requests, len(requests)))
     except KvbenchError:

@@ -41,10 +41,10 @@ class ModelRunner:
 
     def _prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The host's part of a step: token ids [T], positions [T], and the indices [samples] to sample after."""
-        ids: list[int] = []
-        positions: list[int] = []
-        keep: list[int] = []
-        for chunk in batch.chunks:
+        ids = [sequence.tokens[-1] for sequence in batch.decodes]
+        positions = [sequence.computed for sequence in batch.decodes]
+        keep = list(range(len(ids)))
+        for chunk in batch.fresh:
             ids.extend(chunk.sequence.tokens[chunk.start : chunk.end])
             positions.extend(range(chunk.start, chunk.end))
             keep.extend([len(ids) - 1] * chunk.draws)

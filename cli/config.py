@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
 PATHS_OF_FILES = ("dataset_path", "gpu_file")
 SIM = "sim:"
-"""How the name of a device begins that is only computed."""
+"""How the name of a device begins that is simulated."""
 FORMATS = ("table", "markdown", "csv", "json")
 
 FLAGS = {
@@ -185,7 +185,7 @@ class SweepConfig(LoadConfig):
 
     @property
     def card(self) -> str | None:
-        """The name of the card that is only computed; None where the device is one there is."""
+        """The name of the card that is simulated; None where the device is one there is."""
         return self.device.removeprefix(SIM) if self.device and self.device.startswith(SIM) else None
 
     def _check_device(self) -> None:
@@ -193,14 +193,14 @@ class SweepConfig(LoadConfig):
         if self.card is None:
             if self.tp > 1:
                 raise KvbenchError(
-                    f"--tp {self.tp} shares a model over computed cards only; add --device {SIM}CARD or drop --tp"
+                    f"--tp {self.tp} shares a model over simulated cards only; add --device {SIM}CARD or drop --tp"
                 )
             if self.kv_dtype != KV_DTYPES[0]:
                 raise KvbenchError(
-                    f"--kv-dtype {self.kv_dtype} is for computed cards only; add --device {SIM}CARD or drop it"
+                    f"--kv-dtype {self.kv_dtype} is for simulated cards only; add --device {SIM}CARD or drop it"
                 )
             if self.gpu_file is not None:
-                raise KvbenchError(f"--gpu-file describes cards to compute; add --device {SIM}CARD or drop it")
+                raise KvbenchError(f"--gpu-file describes cards to simulate; add --device {SIM}CARD or drop it")
             return
         where = f"--device {self.device} computes how long steps take, not their tokens"
         if self.target is not None:

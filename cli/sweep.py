@@ -26,7 +26,7 @@ def sweep(
         str | None, typer.Option(help="cpu | cuda | cuda:N | sim:CARD, a card one need not have.")
     ] = None,
     tp: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", help="Cards that share the model; computed ones only.")
+        int, typer.Option("--tp", "--tensor-parallel-size", help="Cards that share the model; simulated ones only.")
     ] = 1,
     gpu_file: Annotated[
         Path | None,
@@ -34,11 +34,13 @@ def sweep(
     ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV budget, the same for each backend, as 4GiB.")] = None,
     kv_dtype: Annotated[
-        str, typer.Option(help="Of the KV cache: auto (as --dtype) | fp8, of computed cards.")
+        str, typer.Option(help="Of the KV cache: auto (as --dtype) | fp8, of simulated cards.")
     ] = "auto",
     gpu_memory_utilization: Annotated[
         float,
-        typer.Option(help="Share of a GPU's free memory for the KV cache; of a computed card's for all that it holds."),
+        typer.Option(
+            help="Share of a GPU's free memory for the KV cache; of a simulated card's for all that it holds."
+        ),
     ] = 0.9,
     max_model_len: Annotated[
         int | None,

@@ -9,6 +9,8 @@ baselines did (SOSP'23, arXiv 2309.06180, section 6.1).
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
+
 from kvbench.contiguous.buddy import BuddyChunks
 from kvbench.engine.accounts import Accounts
 from kvbench.engine.types import Holding, Sequence, Usage
@@ -100,6 +102,15 @@ class Slots:
         self._placed[sequence.id] = base
         self._accounts.hold(sequence, size, asked)
         return True
+
+    def room(self, sequence: Sequence) -> int:
+        return self._accounts.held(sequence)
+
+    def could_grow(self, sequences: int, rows: int) -> bool:
+        return True  # within their ranges, and nobody goes beyond
+
+    def grow(self, sequences: Ordered[Sequence]) -> int:
+        raise AssertionError(f"sequence {sequences[0].id} went beyond its range")
 
     def commit(self, sequence: Sequence) -> None:
         self._accounts.fill(sequence)

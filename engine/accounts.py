@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from kvbench.engine.types import COMMON, Holding, Sequence, Usage
@@ -38,10 +39,25 @@ class Accounts:
     def hold(self, sequence: Sequence, held: int, asked: int, shared: int = 0, shared_filled: int = 0) -> None:
         """From now on the sequence holds `held` rows, of which its policy asked for `asked`; `shared` more of them than
         before, `shared_filled` of these filled, are others' too."""
-        stay = self._stays.setdefault(sequence.id, _Stay())
+        stay = self._stays.get(sequence.id)
+        if stay is None:
+            stay = self._stays[sequence.id] = _Stay()
         self._all.held += held - stay.held
         stay.held, stay.asked = held, asked
-        self.share(sequence.id, shared, shared_filled)
+        if shared or stay.shared:
+            self.share(sequence.id, shared, shared_filled)
+        else:
+            self._changes.append(Holding(sequence.id, held, asked, 0))
+
+    def grow(self, sequences: Ordered[Sequence], rows: int) -> None:
+        """Each of these, all of whose rows are filled, holds so many more; its policy asked for one of them."""
+        stays, changes = self._stays, self._changes
+        self._all.held += rows * len(sequences)
+        for sequence in sequences:
+            stay = stays[sequence.id]
+            own = stay.held - stay.shared
+            stay.asked, stay.held = stay.held + 1, stay.held + rows
+            changes.append(Holding(sequence.id, own + rows, own + 1, 0, stay.shared_filled))
 
     def share(self, holder: int, rows: int, filled: int) -> None:
         """So many more of a holder's rows, `filled` of them filled, are now others' too; fewer where negative."""

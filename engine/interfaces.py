@@ -1,11 +1,12 @@
-"""The seams of the engine: five small protocols, and two that add verbs to the first.
+"""The seams of the engine: five small protocols, and three that add verbs to one of them.
 
 | protocol  | implementations                             | what may go wrong                                  |
 | Allocator | contiguous.Slots, paged.BlockPool           | shortage is False; all else is a fault             |
 | Retiring  | contiguous.Slots                            | (an Allocator for static batches)                  |
 | Paging    | paged.BlockPool                             | (an Allocator whose rows can be shared and moved)  |
 | Cache     | contiguous.SlotCache, paged.BlockCache      | nothing: the allocator has already said yes        |
-| Executor  | runner.ModelRunner, virtual ones            | CellError: out of memory, logits that are NaN      |
+| Executor  | runner.ModelRunner                          | CellError: out of memory, logits that are NaN      |
+| Foresight | planner's SimExecutor                       | (an Executor on virtual time)                      |
 | Clock     | clock.WallClock, clock.VirtualClock         | nothing                                            |
 | Load      | workloads.ClosedLoop, workloads.OpenLoop    | nothing                                            |
 
@@ -15,7 +16,8 @@ policies `pow2` and `oracle` of `contiguous` are the two named exceptions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence as Ordered
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvbench.engine.types import Batch, Holding, Move, Request, Sampled, Sequence, Ticket, Usage
 from kvbench.metrics.records import RequestRecord
@@ -45,14 +47,27 @@ class Allocator(Protocol):
         `sequence.computed`, to known - 1 at most, since the last token must run. A sequence whose rows were put aside
         comes back with them."""
 
+    def room(self, sequence: Sequence) -> int:
+        """Of a sequence that holds rows, how many of its first positions it can write to without reserving more."""
+
+    def could_grow(self, sequences: int, rows: int) -> bool:
+        """Whether it is sure that so many of those that hold rows can each get so many more, one after the other, and
+        nobody else is touched by it."""
+
+    def grow(self, sequences: Ordered[Sequence]) -> int:
+        """Rows for the next token of each of these, which decode and have filled all they hold: `reserve` for those of
+        whom it is sure that they can grow, all at once. Returns how many more rows each now has."""
+
     def commit(self, sequence: Sequence) -> None:
-        """The rows below `sequence.computed` hold data now, which others may be given to read."""
+        """The rows below `sequence.computed` hold data now, which others may be given to read. Of a sequence that
+        decodes this is said when it stops to, and `reserve` sees it whenever rows are full."""
 
     def free(self, sequence: Sequence) -> None:
         """Give back all rows of the sequence; nothing if it holds none."""
 
     def usage(self) -> Usage:
-        """Filled, held and free rows at this moment; a row counts once, however many sequences hold it."""
+        """Filled, held and free rows at this moment; a row counts once, however many sequences hold it. Filled are
+        those that were committed."""
 
     def take_holdings(self) -> list[Holding]:
         """What changed hands since the last call, in order; the engine turns it into ranges of steps."""
@@ -111,6 +126,15 @@ class Executor(Protocol):
 
     def collect(self, ticket: Ticket) -> Sampled:
         """The batch's new tokens; on a real device this waits until it is done."""
+
+
+@runtime_checkable
+class Foresight(Executor, Protocol):
+    """An Executor that knows how long a batch takes without running it."""
+
+    def ahead(self, batch: Batch, now_s: float, steps: int, until_s: float) -> list[float]:
+        """Seconds of each of the `steps` steps that follow the batch from `now_s` on, in which the same sequences
+        decode and nothing else happens; none of those that would begin at `until_s` or later."""
 
 
 class Clock(Protocol):

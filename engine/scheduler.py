@@ -7,12 +7,21 @@ rule. The policy of memory is the allocator's; the scheduler only asks, and on s
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvbench.engine.decoding import Decoding
 from kvbench.engine.interfaces import Allocator, Paging
 from kvbench.engine.types import Batch, Chunk, Move, Sequence
 from kvbench.errors import KvbenchError
+
+_SAMPLES = 2**20
+"""Places of a request's samples, the first of which is admitted for all."""
+
+
+FARTHEST = 4096
+"""Steps that are foreseen at once, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +51,30 @@ class Limits:
 
 @dataclass(slots=True)
 class Plan:
-    """What one call of `Scheduler.schedule` decided: the chunks to run and the moves of rows before them, the sequences
-    admitted and preempted by it, and those that can never go on, each with its reason."""
+    """What one call of `Scheduler.schedule` decided: who decodes, the other chunks to run and the moves of rows before
+    them, the sequences admitted and preempted by it, and those that can never go on, each with its reason."""
 
+    decodes: list[Sequence] = field(default_factory=list)
+    context: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     hopeless: list[tuple[Sequence, str]] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to run."""
+        return bool(self.decodes or self.chunks)
+
     def batch(self, step: int) -> Batch:
-        return Batch(step, tuple(self.chunks), tuple(self.moves))
+        return Batch(step, self.chunks, self.moves, self.decodes, self.context)
 
 
 class Scheduler:
     """First come, first served. `running` is in order of admission, `waiting` in order of service.
+
+    The first of `running` are those that are `decoding`; of the others, whose prompts are not computed yet, the budget
+    lets at most one go on at a time, so nobody behind it decodes.
 
     With `paging`, which is the allocator itself where it can do this, the samples of a request share one prompt, and
     the preempted put their rows aside where there is room.
@@ -67,7 +85,9 @@ class Scheduler:
         self.limits = limits
         self.paging = paging
         self.running: list[Sequence] = []
+        self.decoding = Decoding()
         self.waiting: deque[Sequence] = deque()
+        self._admissions = 0
 
     def add(self, samples: list[Sequence]) -> None:
         """Queue the samples of a request: the first one for all of them where they can share, else each for itself."""
@@ -86,10 +106,20 @@ class Scheduler:
             self.paging.fork(parent, child)
         parent.forks = []
 
+    def decode(self, sequence: Sequence) -> None:
+        """It has computed all but its last token: from the next step on it gets one in each."""
+        self.decoding.join(sequence, self.allocator.room(sequence))
+
     def finish(self, sequence: Sequence) -> None:
         """The sequence has ended, well or not: its rows go back."""
+        self._leave(sequence)
         self.running.remove(sequence)
         self.allocator.free(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It decodes no more."""
+        if self.decoding.leave(sequence):
+            self.allocator.commit(sequence)
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence is no longer wanted, whether it runs or waits."""
@@ -102,6 +132,7 @@ class Scheduler:
     def drain(self) -> None:
         """Everybody leaves, wanted or not, and all rows go back."""
         for sequence in (*self.running, *self.waiting):
+            self._leave(sequence)
             self.allocator.free(sequence)
         self.running.clear()
         self.waiting.clear()
@@ -111,14 +142,36 @@ class Scheduler:
         budget = self._advance_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan, budget)
-        if self.paging is not None and plan.chunks:
+        if self.paging is not None and plan:
             plan.moves = self.paging.take_moves()
         return plan
 
+    def quiet(self, plan: Plan) -> int:
+        """In how many steps, that of the plan included, those that decode now decode and nothing else happens but that
+        they get memory, unless somebody comes or gives up; at least 1."""
+        if plan.chunks or plan.moves or self.waiting or self.decoding.count != len(self.running):
+            return 1
+        steps = min(self.decoding.quiet(), FARTHEST)
+        return steps if steps > 1 and self.allocator.could_grow(self.decoding.count, steps) else 1
+
+    def grow(self) -> None:
+        """Those that decode get the memory that the next of the quiet steps needs."""
+        if due := self.decoding.due():
+            self.decoding.expect_later(due, self.allocator.grow(due))
+
     def _advance_running(self, plan: Plan) -> int:
-        """Give every running sequence its next chunk, the oldest first; returns what is left of the budget."""
-        budget = self.limits.max_batched_tokens
-        at = 0
+        """Give every running sequence its next chunk, the oldest first; returns what is left of the budget. Of those
+        that decode only who needs memory is looked at."""
+        due = self.decoding.due()
+        if due and self.allocator.could_grow(len(due), 1):
+            self.decoding.expect_later(due, self.allocator.grow(due))
+            due = []
+        for sequence in due:
+            if sequence.decodes and self._make_room(sequence, sequence.computed + 1, plan):
+                self.decoding.expect(sequence, self.allocator.room(sequence))
+        at = self.decoding.count
+        plan.decodes, plan.context = self.running[:at], self.decoding.context + at
+        budget = self.limits.max_batched_tokens - at
         while budget and at < len(self.running):
             sequence = self.running[at]
             end = min(sequence.known, sequence.computed + budget)
@@ -143,6 +196,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         """Back to the head of the queue, its rows put aside where there is room for them and else to be recomputed."""
+        self._leave(victim)
         victim.preemptions += 1
         if self.paging is not None and self.paging.swap_out(victim):
             victim.swaps += 1
@@ -170,13 +224,17 @@ class Scheduler:
                 return None
             self.waiting.popleft()
             self.running.append(sequence)
+            self._admissions += 1
+            for number, sample in enumerate((sequence, *sequence.forks)):
+                sample.place = self._admissions * _SAMPLES + number
             plan.admitted.append(sequence)
             return sequence
         return None
 
     def _running_soon(self) -> int:
         """Those that run and the samples that wait for their prompts."""
-        return len(self.running) + sum(len(sequence.forks) for sequence in self.running)
+        fresh = itertools.islice(self.running, self.decoding.count, None)
+        return len(self.running) + sum(len(sequence.forks) for sequence in fresh)
 
     def _run(self, sequence: Sequence, end: int, plan: Plan) -> int:
         chunk = Chunk(sequence, sequence.computed, end, samples=end == sequence.known)

@@ -21,6 +21,7 @@ class StaticScheduler(Scheduler):
         self._retire = allocator.retire
 
     def finish(self, sequence: Sequence) -> None:
+        self._leave(sequence)
         self.running.remove(sequence)
         self._retire(sequence)
         self.ended.append(sequence)

@@ -98,6 +98,7 @@ def _table(kind: type[Row], rows: Sequence[object]) -> pa.Table:
         "int | None": pa.int64(),
         "list[float]": pa.list_(pa.float64()),
         "list[int] | None": pa.list_(pa.int64()),
+        "Sequence[int] | None": pa.list_(pa.int64()),
     }
     return pa.table(
         {

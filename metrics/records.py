@@ -6,6 +6,7 @@ on the run's clock, which starts at 0 with the run; sizes are in tokens, one tok
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 FINISHED = "finished"
@@ -52,7 +53,7 @@ class RequestRecord:
     reason: str = ""
     turn: int = 0
     prompt_token_ids: list[int] | None = None
-    output_token_ids: list[int] | None = None
+    output_token_ids: Sequence[int] | None = None
     due_s: float | None = None
     asked_tokens: int | None = None
     told_tokens: int | None = None
@@ -102,7 +103,7 @@ class StepRecord:
     swapped_in_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hold:
     """A sample of `request` held `held_tokens` rows in steps `first_step` up to, not including, `end_step`.
 

@@ -5,6 +5,8 @@ beginning."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
+
 from kvbench.engine.accounts import Accounts
 from kvbench.engine.types import COPY, Holding, Move, Sequence, Usage
 from kvbench.errors import KvbenchError
@@ -40,7 +42,7 @@ class BlockPool:
         self._free = list(range(self.blocks, 0, -1))
         self._tables: dict[int, list[int]] = {}
         self._samples: dict[int, list[Sequence]] = {}  # of each request that asks for several, those that hold blocks
-        self._holders = Holders(self._accounts, block_size)
+        self._holders = Holders(self._accounts, self.blocks, block_size)
         self._prefixes = PrefixCache(block_size) if prefix_caching else None
         self._swap = SwapSpace(swap_tokens, block_size)
         self._copies: dict[int, Move] = {}  # owed, by the blocks that they go to
@@ -63,13 +65,17 @@ class BlockPool:
             return self._begin(sequence, rows)
         more = max(0, self._count(rows) - len(table))
         copied = bool(self._holders.partial) and self._to_be_copied(sequence, table, rows)
+        if more + copied > len(self._free) and more + copied > self._available([]):
+            return False
+        if self._prefixes is not None and sequence.decodes:
+            self._prefixes.keep(sequence, table)
         if not (more or copied):
             return True
-        if more + copied > self._available([]):
-            return False
-        shared = self._copy_on_write(sequence, table) if copied else (0, 0)
-        table = self._tables[sequence.id]
-        table.extend(self._take(more, sequence))
+        shared = (0, 0)
+        if copied:
+            shared = self._copy_on_write(sequence, table)
+            table = self._tables[sequence.id]
+        table += self._take(more, sequence)
         self._accounts.hold(sequence, len(table) * self.block_size, rows, *shared)
         return True
 
@@ -124,7 +130,9 @@ class BlockPool:
             if not self._free:
                 assert self._prefixes is not None
                 self._free.extend(self._prefixes.evict())
-            blocks.append(self._free.pop())
+            last = self._free[len(blocks) - count :]
+            del self._free[len(blocks) - count :]
+            blocks += reversed(last)
         self._holders.own(blocks, sequence.id)
         return blocks
 
@@ -149,6 +157,25 @@ class BlockPool:
         shared = self._holders.join(table, child.id, parent.computed)
         self._accounts.hold(child, len(table) * self.block_size, parent.computed, *shared)
         self._accounts.fill(child)
+
+    def room(self, sequence: Sequence) -> int:
+        table = self._tables[sequence.id]
+        shared = self._holders.partial and self._to_be_copied(sequence, table, sequence.computed + 1)
+        return sequence.computed if shared else len(table) * self.block_size
+
+    def could_grow(self, sequences: int, rows: int) -> bool:
+        return sequences * self._count(rows) <= len(self._free) and not self._holders.partial
+
+    def grow(self, sequences: Ordered[Sequence]) -> int:
+        for sequence in sequences:
+            table = self._tables[sequence.id]
+            if self._prefixes is not None:
+                self._prefixes.keep(sequence, table)
+            block = self._free.pop()
+            table.append(block)
+            self._holders.own((block,), sequence.id)
+        self._accounts.grow(sequences, self.block_size)
+        return self.block_size
 
     def commit(self, sequence: Sequence) -> None:
         self._accounts.fill(sequence)
@@ -175,13 +202,15 @@ class BlockPool:
             self._samples[sequence.request.id].remove(sequence)
             if not self._samples[sequence.request.id]:
                 del self._samples[sequence.request.id]
-        for block in self._holders.leave(reversed(self._tables.pop(sequence.id)), sequence.id):
-            self._copies.pop(block, None)
-            self._swap.forget(block)
-            if self._prefixes is None or not self._prefixes.give_back(block):
-                self._free.append(block)
-        if self._prefixes is not None:
-            self._prefixes.leave(sequence)
+        left = self._holders.leave(self._tables.pop(sequence.id)[::-1], sequence.id)
+        for owed in self._copies.keys() & left:
+            del self._copies[owed]
+        self._swap.forget(left)
+        if self._prefixes is None:
+            self._free.extend(left)
+            return
+        self._free.extend(block for block in left if not self._prefixes.give_back(block))
+        self._prefixes.leave(sequence)
 
     def take_moves(self) -> list[Move]:
         out, back = self._swap.moves()

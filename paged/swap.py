@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvbench.engine.types import IN, OUT, Move
 
 
@@ -52,9 +54,10 @@ class SwapSpace:
         self._free.extend(reversed(kept))
         self.rows -= rows
 
-    def forget(self, block: int) -> None:
-        """Nobody holds this block of the pool any more: nothing needs to come in there."""
-        self._in.pop(block, None)
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody holds these blocks of the pool any more: nothing needs to come in there."""
+        for block in self._in.keys() & blocks:
+            del self._in[block]
 
     def moves(self) -> tuple[list[Move], list[Move]]:
         """The copies owed, out and in."""

@@ -25,14 +25,16 @@ class StepWork:
     def of(cls, batch: Batch) -> StepWork:
         """The work of a batch; a decode is the one new token of a sequence that has answered before, as in the record
         of a step."""
-        chunks = batch.chunks
-        decodes = sum(chunk.length == 1 and chunk.samples and chunk.sequence.generated > 0 for chunk in chunks)
+        chunks, count = batch.fresh, len(batch.decodes)
+        if not chunks and not batch.moves:
+            return cls(count, 0, batch.context, batch.context, count)
+        decodes = count + sum(c.length == 1 and c.samples and c.sequence.generated > 0 for c in chunks)
         return cls(
             decodes=decodes,
             prefill_tokens=batch.tokens - decodes,
-            attended_pairs=sum((c.start + 1 + c.end) * c.length // 2 for c in chunks),
-            context_tokens=sum(c.end for c in chunks),
-            sampled_tokens=sum(c.draws for c in chunks),
+            attended_pairs=batch.context + sum((c.start + 1 + c.end) * c.length // 2 for c in chunks),
+            context_tokens=batch.context + sum(c.end for c in chunks),
+            sampled_tokens=count + sum(c.draws for c in chunks),
             copied_tokens=batch.moved(COPY),
             swapped_tokens=batch.moved(OUT) + batch.moved(IN),
         )

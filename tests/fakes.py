@@ -148,7 +148,8 @@ class FakeExecutor:
 
 
 class FaultyAllocator:
-    """An allocator whose `reserve` says no at the calls numbered in `fails` (from 0), whatever is free.
+    """An allocator whose `reserve` says no at the calls numbered in `fails` (from 0), whatever is free. If there are
+    any it is asked in every step, for it says of nobody that there is more room than was asked for.
 
     The cache, which asks where rows lie, is given the allocator inside. `calls` counts the reservations asked for.
     """
@@ -157,6 +158,7 @@ class FaultyAllocator:
         self.inner = inner
         self.calls = 0
         self._fails = fails
+        self._asked: dict[int, int] = {}
 
     @property
     def pool_tokens(self) -> int:
@@ -171,7 +173,17 @@ class FaultyAllocator:
 
     def reserve(self, sequence: Sequence, rows: int) -> bool:
         self.calls += 1
+        self._asked[sequence.id] = rows
         return self.calls - 1 not in self._fails and self.inner.reserve(sequence, rows)
+
+    def room(self, sequence: Sequence) -> int:
+        return self._asked.get(sequence.id, sequence.computed) if self._fails else self.inner.room(sequence)
+
+    def could_grow(self, sequences: int, rows: int) -> bool:
+        return not self._fails and self.inner.could_grow(sequences, rows)
+
+    def grow(self, sequences: Ordered[Sequence]) -> int:
+        return self.inner.grow(sequences)
 
     def commit(self, sequence: Sequence) -> None:
         self.inner.commit(sequence)
@@ -211,6 +223,21 @@ def asking(id: int, prompt: Ordered[int], output: int = 1, **more: object) -> Re
     """A request of this very prompt that declares and gives `output` tokens."""
     fields: dict[str, object] = {"max_tokens": output, "output_tokens": output, **more}
     return Request(id, tuple(prompt), **fields)  # type: ignore[arg-type]
+
+
+def asked_in_every_step(pool: Pool) -> Pool:
+    """`pool`, but of nobody it says that there is more room than was asked for."""
+    asked: dict[int, int] = {}
+    reserve = pool.reserve
+
+    def noted(sequence: Sequence, rows: int) -> bool:
+        asked[sequence.id] = rows
+        return reserve(sequence, rows)
+
+    pool.reserve = noted  # type: ignore[method-assign]
+    pool.could_grow = lambda sequences, rows: False  # type: ignore[method-assign]
+    pool.room = lambda sequence: asked.get(sequence.id, sequence.computed)  # type: ignore[method-assign]
+    return pool
 
 
 class Served(NamedTuple):

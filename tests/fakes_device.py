@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from fakes import asked_in_every_step
 from torch import Tensor
 
 from kvbench.contiguous.cache import SlotCache
@@ -33,7 +34,7 @@ AnyAllocator = TypeVar("AnyAllocator", bound=Slots | BlockPool)
 def interrupted(allocator: AnyAllocator, fails: Callable[[int], bool]) -> AnyAllocator:
     """`allocator`, but the n-th time (from 1) that a running sequence asks for rows it is refused where `fails(n)`: the
     one way to preempt a contiguous sequence, whose range never has to grow."""
-    reserve, asked = allocator.reserve, itertools.count(1)
+    reserve, asked = asked_in_every_step(allocator).reserve, itertools.count(1)
 
     def sometimes(sequence: Sequence, rows: int) -> bool:
         return not (sequence.computed and fails(next(asked))) and reserve(sequence, rows)

@@ -56,7 +56,7 @@ def check_partition(pool: Pool, engine: Engine) -> None:
         held.update(rows)
         filled.update(rows[: 0 if sequence in ended else sequence.computed])
         empty.update(rows[sequence.computed :])
-    usage = pool.usage()
+    usage = engine.usage()
     assert usage.saved == sum(held[row] - 1 for row in filled), "a row has two owners"
     assert all(held[row] == 1 for row in filled & empty), "a shared row is not filled for all"
     assert usage.swapped == sum(one.computed for one in engine.scheduler.waiting)

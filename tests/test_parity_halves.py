@@ -81,7 +81,7 @@ def gaps(reference: Any, record: RequestRecord, expected: list[int]) -> list[flo
     another, and it is the reference's best.
     """
     assert record.prompt_token_ids is not None and record.output_token_ids is not None
-    prompt, output = record.prompt_token_ids, record.output_token_ids
+    prompt, output = record.prompt_token_ids, list(record.output_token_ids)
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
     found, same = [], True

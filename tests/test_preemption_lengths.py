@@ -9,7 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from fakes import Pool, answer, make_pool, request, serve_on
+from fakes import Pool, answer, asked_in_every_step, make_pool, request, serve_on
 from fakes_device import answer as answer_on_device
 from tiny_models import VOCAB, Expected, Pair, departures, generate, tiny_pair
 
@@ -29,7 +29,7 @@ MODES = ("in its answer", "in its prompt", "behind its prompt")
 def refused_at(pool: Pool, length: int, latest: int = LATEST) -> Pool:
     """`pool`, but the latest sequence is refused more rows the one time when exactly `length` of its tokens are
     computed."""
-    reserve = pool.reserve
+    reserve = asked_in_every_step(pool).reserve
 
     def once(sequence: Sequence, rows: int) -> bool:
         meant = sequence.id == latest and sequence.computed == length and not sequence.preemptions

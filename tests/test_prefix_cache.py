@@ -105,7 +105,7 @@ def test_equal_texts_computed_at_once_stay_apart_and_what_follows_can_be_found_a
         twin.computed = 2
         pool.commit(twin)
     first, second = twins
-    second.tokens += letters("ss")
+    second.tokens.extend(letters("ss"))
     assert pool.reserve(second, 4)
     second.computed = 4
     pool.commit(second)
@@ -113,7 +113,7 @@ def test_equal_texts_computed_at_once_stay_apart_and_what_follows_can_be_found_a
     pool.free(first)
     served(pool, 2, "zzzzzzzz", leave=True)  # evicts the first's block, and with it the way to the second's
     assert hit(pool, "ttx") == 0
-    second.tokens += letters("uu")
+    second.tokens.extend(letters("uu"))
     assert pool.reserve(second, 6)
     second.computed = 6
     pool.commit(second)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 
 import pytest
@@ -46,6 +47,11 @@ class Watched(BlockPool):
         if self.table(sequence) != before:
             self.stays.setdefault(sequence.id, Stay(sequence)).asked = rows
         return True
+
+    def grow(self, sequences: Ordered[Sequence]) -> int:
+        for sequence in sequences:
+            self.stays[sequence.id].asked = sequence.computed + 1
+        return super().grow(sequences)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         super().fork(parent, child)

@@ -177,7 +177,7 @@ LONGEST = max(LENGTHS) + NEW_TOKENS
 EVERYTHING = Sampling(temperature=2.5, top_p=0.95, repetition_penalty=1.2, seed=100)
 
 
-def tokens(allocator: Slots | BlockPool, sequences: int, **how: Any) -> list[list[int] | None]:
+def tokens(allocator: Slots | BlockPool, sequences: int, **how: Any) -> list[Listing[int] | None]:
     limits = Limits(LONGEST, 64, sequences)
     run = answer(PAIR.model, allocator, PROMPTS, new_tokens=NEW_TOKENS, limits=limits, **how)
     most = max(step.sequences for step in run.steps)

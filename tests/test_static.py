@@ -167,7 +167,7 @@ def test_who_gives_up_leaves_its_rows_to_the_batch(kind: str, phase: str) -> Non
     held = story.pool.usage().held
     story.step(aborts={phase: [0]})
     assert {one.request for one in story.done} == {0, 2}
-    assert story.pool.usage() == Usage(5, held, 128 - held)
+    assert story.engine.usage() == Usage(5, held, 128 - held)
     run = story.end()
     assert [one.status for one in run.requests] == [ABORTED, FINISHED, FINISHED]
     assert [step.held_tokens for step in run.steps] == [held] * 5 and len(formed(run)) == 1

@@ -230,6 +230,7 @@ def _numbers(all_: Told) -> dict[str, object]:
         "crowd": CROWD,
         "before": before["peak_running"],
         "after": after["peak_running"],
+        "more": f"{after['peak_running'] / before['peak_running']:.1f}",
         "filled_before": f"{100 * before['kv_utilisation_mean']:.0f}",
         "filled_after": f"{100 * after['kv_utilisation_mean']:.0f}",
         "gain": f"{chats.gain(USERS)['value']:.1f}",

@@ -9,7 +9,7 @@ GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo 
 PINS := $(if $(GPU),,-c constraints-cpu.txt)
 KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
 
-.PHONY: sweep model test soak bench peers sharing paper score check venv clean
+.PHONY: sweep model test soak bench peers sharing paper pages timelines score check venv clean
 .DELETE_ON_ERROR:
 
 sweep: model
@@ -42,6 +42,15 @@ sharing: model
 # The paged-attention paper's experiments on a virtual card: writes docs/paper.md.
 paper: $(VENV)/installed
 	$(VENV)/bin/python tests/paper.py
+
+# The pages that are written from simulated runs, docs/paper.md and docs/why-paged.md: a minute.
+pages: paper
+	$(VENV)/bin/python tests/why.py
+
+# Two recorded runs of vLLM beside the simulator, request by request: writes docs/timelines.md.
+TRACES ?= ../shared/data/traces
+timelines: $(VENV)/installed
+	$(VENV)/bin/python tests/timelines.py $(TRACES)
 
 # The model of the main job and of the tests of real weights; both do without where it cannot be had.
 model: $(VENV)/installed

@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from shown import ROOT, Shell, block, table
 
 from kvbench.metrics.store import RunFolder
 from kvbench.planner.shipped import shipped
+
+Floats = NDArray[np.float64]
 
 PAGE, FIGURE, TEXT = (
     ROOT / "docs" / "timelines.md",
@@ -64,40 +67,39 @@ RECORDINGS = (Recording("Llama-3.1-8B", 1), Recording("Qwen3-32B", 2))
 class Times:
     """Of each request, in seconds from the first one's arrival: `float64 [requests]`; `tokens` of its answer."""
 
-    arrived_s: np.ndarray
-    admitted_s: np.ndarray
-    first_s: np.ndarray
-    last_s: np.ndarray
-    tokens: np.ndarray
+    arrived_s: Floats
+    admitted_s: Floats
+    first_s: Floats
+    last_s: Floats
+    tokens: Floats
 
     @property
-    def ttft_s(self) -> np.ndarray:
+    def ttft_s(self) -> Floats:
         return self.first_s - self.arrived_s
 
     @property
-    def tpot_s(self) -> np.ndarray:
+    def tpot_s(self) -> Floats:
         return (self.last_s - self.first_s) / (self.tokens - 1)
 
     @property
-    def e2e_s(self) -> np.ndarray:
+    def e2e_s(self) -> Floats:
         return self.last_s - self.arrived_s
 
     @property
     def tokens_per_s(self) -> float:
         return float(self.tokens.sum() / self.last_s.max())
 
-    def running(self, at_s: np.ndarray) -> np.ndarray:
+    def running(self, at_s: Floats) -> Floats:
         return _between(self.admitted_s, self.last_s, at_s)
 
-    def waiting(self, at_s: np.ndarray) -> np.ndarray:
+    def waiting(self, at_s: Floats) -> Floats:
         return _between(self.arrived_s, self.admitted_s, at_s)
 
 
-def _between(begin_s: np.ndarray, end_s: np.ndarray, at_s: np.ndarray) -> np.ndarray:
+def _between(begin_s: Floats, end_s: Floats, at_s: Floats) -> Floats:
     """How many have begun and not ended at each of these times."""
     begun = np.searchsorted(np.sort(begin_s), at_s, side="right")
-    found: np.ndarray = begun - np.searchsorted(np.sort(end_s), at_s, side="right")
-    return found
+    return (begun - np.searchsorted(np.sort(end_s), at_s, side="right")).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Replayed:
     recording: Recording
     recorded: Times
     simulated: Times
-    seen: np.ndarray
+    seen: Floats
     full_step_s: tuple[float, float]
     step_times: dict[str, Any]
 
@@ -122,8 +124,11 @@ def read(folder: Path, recording: Recording) -> tuple[list[dict[str, Any]], Time
     columns = {key: np.array([row[key] for row in rows]) for key in rows[0] if key != "request_id"}
     apart_s = (columns["queued_ts"] - columns["arrival_time"]).min()
     zero_s = columns["arrival_time"][0] + apart_s
-    times = [columns[key] - zero_s for key in ("scheduled_ts", "first_token_ts", "last_token_ts")]
-    return rows, Times(columns["arrival_time"] - columns["arrival_time"][0], *times, columns["output_toks"])
+    arrived_s = columns["arrival_time"] - columns["arrival_time"][0]
+    admitted_s, first_s, last_s = (
+        columns[f"{name}_ts"] - zero_s for name in ("scheduled", "first_token", "last_token")
+    )
+    return rows, Times(arrived_s, admitted_s, first_s, last_s, columns["output_toks"])
 
 
 def replay(folder: Path, recording: Recording) -> Replayed:
@@ -147,7 +152,7 @@ def replay(folder: Path, recording: Recording) -> Replayed:
     return Replayed(recording, recorded, simulated, seen, full_step_s, step_times)
 
 
-def _write_azure(path: Path, rows: Sequence[dict[str, Any]], arrived_s: np.ndarray) -> None:
+def _write_azure(path: Path, rows: Sequence[dict[str, Any]], arrived_s: Floats) -> None:
     start = datetime(2026, 1, 1)
     with path.open("w", encoding="utf-8", newline="") as out:
         write = csv.writer(out)
@@ -157,7 +162,7 @@ def _write_azure(path: Path, rows: Sequence[dict[str, Any]], arrived_s: np.ndarr
             write.writerow([stamp.strftime("%Y-%m-%d %H:%M:%S.%f"), row["input_toks"], row["output_toks"]])
 
 
-def _log(folder: Path, recording: Recording) -> dict[str, np.ndarray]:
+def _log(folder: Path, recording: Recording) -> dict[str, Floats]:
     """What the server logged once a second, by column."""
     with (folder / f"{recording.name}_timeseries.csv").open(encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
@@ -201,8 +206,11 @@ def _curves(one: Replayed) -> str:
     end_s = max(one.recorded.last_s.max(), one.simulated.last_s.max())
     at_s = np.arange(0.0, end_s, 0.1)
     apart = [
-        float(np.abs(of(one.recorded) - of(one.simulated)).mean())
-        for of in (lambda times: times.running(at_s), lambda times: times.waiting(at_s))
+        np.abs(was - is_).mean()
+        for was, is_ in (
+            (one.recorded.running(at_s), one.simulated.running(at_s)),
+            (one.recorded.waiting(at_s), one.simulated.waiting(at_s)),
+        )
     ]
     logged = np.abs(one.recorded.running(one.seen[:, 0]) - one.seen[:, 1]).mean()
     ttft_s = np.abs(one.simulated.ttft_s - one.recorded.ttft_s)

@@ -196,8 +196,8 @@ def told() -> Told:
     with tempfile.TemporaryDirectory() as folder:
         shell = Shell(Path(folder))
         sweeps = {one.name: Seen(*map(shell.run, one.commands)) for one in SWEEPS.values()}
-        fits = [shell.run(command) for command in (FITS, FITS_GROUPED, FITS_GROUPED_LONG)]
-        return Told(sweeps, *fits, [_steps(Path(folder) / "why" / name) for name in ("chats", "a100")])
+        fits, grouped, long = (shell.run(command) for command in (FITS, FITS_GROUPED, FITS_GROUPED_LONG))
+        return Told(sweeps, fits, grouped, long, [_steps(Path(folder) / "why" / name) for name in ("chats", "a100")])
 
 
 def doubts() -> list[str]:

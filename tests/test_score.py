@@ -233,11 +233,11 @@ def test_a_fold_is_predicted_without_its_own_rows(monkeypatch: pytest.MonkeyPatc
     plain, changed = look_at(rows).cases, look_at(odd).cases
 
     def of_card(cases: list[Case]) -> list[dict[str, float]]:
-        held = cross_validate(cases, fit(cases, rounds=6), lambda _: None, cases)
+        held = cross_validate(cases, fit(cases, rounds=3), lambda _: None, cases)
         return [h.predicted for h in held if h.kind == "new card" and h.case.configuration.card == "rtx-4090"]
 
     for before, after in zip(of_card(plain), of_card(changed), strict=True):
-        assert after == pytest.approx(before, rel=0.03)  # of a change of 200 %
+        assert after == pytest.approx(before, rel=0.05)  # a twentieth of the change, of which the start is all
 
 
 def test_cards_alone_with_their_engine_are_told_apart() -> None:

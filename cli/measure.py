@@ -33,6 +33,7 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
         price = job.price.usd_per_hour if job.price and local else None  # it is that of this device
         cards = job.machine.tp if local else 1
         numbers = dict(summarise(run, load=cell.load, slos=job.config.slos, price_usd_per_hour=price, cards=cards))
+        numbers |= job.machine.caveats(run, numbers) if local else {}
         status, reason = _verdict(run, load.remaining, timeout_s)
     except CellError as error:
         status, reason = error.status, str(error)

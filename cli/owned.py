@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cli.asking import CPU_LOADS, GPU_LOADS
@@ -13,7 +13,7 @@ from kvbench.cli.stack import SERVER, Backend, CacheConfig
 from kvbench.engine.clock import WallClock
 from kvbench.engine.shapes import SHAPES, find_shape
 from kvbench.metrics.points import LoadPoint
-from kvbench.metrics.records import MEASURED
+from kvbench.metrics.records import MEASURED, Run
 from kvbench.workloads.grid import Cell
 
 if TYPE_CHECKING:
@@ -166,6 +166,10 @@ class Owned:
         of_what = f"{SWAP_SHARE:.0%} of the {available / 2**30:.1f} GiB of host memory that are available"
         self._choices["swap_space"] = "as vLLM's default" if size_bytes == SWAP_BYTES else of_what
         return size_bytes
+
+    def caveats(self, run: Run, numbers: Mapping[str, object]) -> dict[str, object]:
+        """What was measured needs none."""
+        return {}
 
     def begin(self, backend: Backend, memory: CacheConfig) -> tuple[Allocator, Executor, Clock]:
         from kvbench.engine.arena import Arena

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ from kvbench.engine.clock import VirtualClock
 from kvbench.engine.hf_config import load_shape
 from kvbench.errors import KvbenchError
 from kvbench.metrics.points import LoadPoint
-from kvbench.metrics.records import SIMULATED
+from kvbench.metrics.records import SIMULATED, Run
 from kvbench.planner.catalog import find_card, load_cards
 from kvbench.planner.memory import Memory, Serving, plan_memory
+from kvbench.planner.reach import FAR
 from kvbench.planner.simulator import SimExecutor
 from kvbench.planner.steps import step_cost
 from kvbench.workloads.grid import Cell
@@ -164,6 +165,18 @@ class Virtual:
 
     def _cards(self) -> str:
         return f"{f'{self.tp} x ' if self.tp > 1 else ''}{self.card.name}"
+
+    def caveats(self, run: Run, numbers: Mapping[str, object]) -> dict[str, object]:
+        """Where a run's steps go beyond what step times were fitted to, and the range of speeds that is all one can
+        say then; `beyond_fit` is empty where they do not."""
+        beyond = self.steps.reach.beyond(run.steps)
+        rate = numbers.get("output_tokens_per_s")
+        low, high = (rate / (1 + FAR), rate * (1 + FAR)) if beyond and isinstance(rate, float) else (None, None)
+        return {
+            "beyond_fit": "; ".join(beyond),
+            "output_tokens_per_s_low": low,
+            "output_tokens_per_s_high": high,
+        }
 
     def described(self) -> dict[str, str]:
         """The card and the shape, for who starts a sweep."""

@@ -243,12 +243,12 @@ def metrics_of(
         if drawn.counted and drawn.requests and values:
             values["completed_req_rate"] *= drawn.counted / drawn.requests
         return values
-    replay = _replay(configuration, settings, situation.limits)
+    replay = replayed(configuration, settings, situation.limits)
     return _load_metrics(replay.times(cost), replay.inputs, replay.outputs, request_s)
 
 
 @cache
-def _replay(configuration: Configuration, settings: Settings, limits: Limits) -> Replay:
+def replayed(configuration: Configuration, settings: Settings, limits: Limits) -> Replay:
     """The steps of a load that no step's time changes, which need not be found twice."""
     concurrency = round(configuration.load_value or 1) if configuration.load == "closed" else None
     return Replay.of(forecast(Unit(), limits, jobs_of(configuration, settings), concurrency))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 
 from kvbench.planner.effects import PARAMETERS
 from kvbench.planner.fit import Case
 from kvbench.planner.published import Configuration
+from kvbench.planner.reach import Reach, reach_of
 
 FILE = "parameters.toml"
 
@@ -30,6 +31,7 @@ class Shipped:
     families: frozenset[tuple[str, ...]]
     source: str
     date: str
+    reach: dict[str, Reach]
 
     def kind(self, configuration: Configuration, generation: str) -> str:
         """The class of a prediction: how near it is to what the parameters were fitted to."""
@@ -81,7 +83,13 @@ def _read(table: dict[str, dict[str, object]]) -> Shipped:
         frozenset(tuple(family) for family in families),
         str(fitted["source"]),
         str(fitted["date"]),
+        {generation: Reach(**_whole(numbers)) for generation, numbers in table.get("reach", {}).items()},
     )
+
+
+def _whole(numbers: object) -> dict[str, int]:
+    assert isinstance(numbers, dict)
+    return {name: int(number) for name, number in numbers.items()}
 
 
 def write(
@@ -105,6 +113,8 @@ def write(
     ]
     families = sorted({family_of(case.configuration, case.situation.engine.generation) for case in cases})
     lines += [f"families = {_list(families, 1)}"]
+    for generation, reach in reach_of(cases).items():
+        lines += ["", f"[reach.{generation}]", *(f"{name} = {number}" for name, number in asdict(reach).items())]
     order = [parameter.name for parameter in PARAMETERS]
     for section, table in (("effect", effects), ("residual", residuals)):
         names = sorted({name for name, _ in table}, key=lambda name: (order.index(name) if name in order else 0, name))

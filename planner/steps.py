@@ -19,6 +19,7 @@ from kvbench.planner.forecast import Limits
 from kvbench.planner.formats import Format, find_format
 from kvbench.planner.predict import Situation, parameters_of
 from kvbench.planner.published import Configuration
+from kvbench.planner.reach import Reach
 from kvbench.planner.shipped import Shipped, shipped
 
 ENGINE = "vLLM"
@@ -28,10 +29,11 @@ SCHEMES = {"fp8": "FP8", "mxfp4": "MXFP4", "int4": "AWQ/INT4", "awq": "AWQ/INT4"
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """`cost` gives each step its seconds; `source` says in words what its parameters were fitted to, `facts` which they
+    """`cost` gives each step its seconds and is fitted up to `reach`; `source` says in words what its parameters were fitted to, `facts` which they
     are."""
 
     cost: CostModel
+    reach: Reach
     source: str
     facts: dict[str, Any]
 
@@ -48,7 +50,12 @@ def step_cost(card: Card, shape: ModelShape, dtype: str, tp: int, *, kv_itemsize
     cost = cost_model(card, shape, number, tp, parameters, kv_bytes=kv_itemsize)
     nearness = _nearness(fitted, engine, card, shape, number)
     source = f"as {ENGINE} ({engine.generation}), parameters fitted {fitted.date} to published runs, {nearness}"
-    return Steps(cost, source, {"engine": engine.generation, "format": number.name, **asdict(parameters)})
+    return Steps(
+        cost,
+        fitted.reach[engine.generation],
+        source,
+        {"engine": engine.generation, "format": number.name, **asdict(parameters)},
+    )
 
 
 def _format(shape: ModelShape, dtype: str) -> Format:

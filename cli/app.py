@@ -28,6 +28,7 @@ COMMANDS = {
     "workloads": "Show what a load is in numbers, before any of it is asked: `workloads show`.",
     "report": "Render a stored run again: tables, sentence and one self-contained HTML page.",
     "replay": "Serve a recorded run again on its own step times, and check that all comes out the same.",
+    "calibrate": "Fit the time of a step to runs measured on a machine of one's own.",
     "score": "Predict published measurements and say how far off that is, beside the datasheet's roofline.",
     "compare": "Hold two runs, or the variants of one, against each other: effect, interval, verdict.",
 }

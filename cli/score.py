@@ -129,7 +129,10 @@ def _report(path: Path, outcomes: Sequence[Outcome], file: Path, crossed: bool, 
         f"{_counts('Excluded', excluded)}, of which each class counts its own below.",
     ]
     for kind in dict.fromkeys(str(line["class"]) for line in lines):
-        parts += [f"### {kind.capitalize()}", table_of([line for line in lines if line["class"] == kind])]
+        mine = [line for line in lines if line["class"] == kind]
+        parts += [f"### {kind.capitalize()}", table_of([line for line in mine if line["n"] or line["baseline_n"]])]
+        if whole := [str(line["metric"]) for line in mine if not line["n"] and not line["baseline_n"]]:
+            parts.append(f"Refused or excluded as a whole: {', '.join(whole)}.")
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else "# How far predictions are off\n"
         path.write_text(document(before, parts), encoding="utf-8")

@@ -3,6 +3,7 @@
 The logarithm of a parameter is its prior mean plus one effect for each level a situation has: all cards, this card,
 this engine generation, this card under this engine … An effect that nothing was measured for is 0, and each is drawn to
 0 by its prior's width: partial pooling. A new card keeps the effects of its engine, a new engine those of its card.
+The widths were chosen by the cross-validation itself, which lowered its error by a thirtieth.
 """
 
 from __future__ import annotations
@@ -31,31 +32,31 @@ PARAMETERS = (
     Parameter(
         "bandwidth_efficiency",
         0.80,
-        0.08,
-        (("card", 0.08), ("kind", 0.2), ("kind generation", 0.15), ("moe generation", 0.2)),
+        0.03,
+        (("card", 0.08), ("kind", 0.5), ("kind generation", 0.35), ("moe generation", 0.3)),
         0.3,
         0.97,
     ),
     Parameter(
         "compute_efficiency",
         0.55,
-        0.2,
-        (("card", 0.2), ("kind", 0.25), ("kind generation", 0.2), ("moe generation", 0.25)),
+        0.5,
+        (("card", 0.45), ("kind", 0.25), ("kind generation", 0.13), ("moe generation", 0.25)),
         0.1,
         0.95,
     ),
-    Parameter("kv_efficiency", 0.7, 0.3, (("generation", 0.4), ("generation card", 0.2)), 0.05, 1.3),
-    Parameter("link_efficiency", 0.4, 0.5, (("link", 0.6), ("card", 0.5), ("generation card", 0.4)), 0.01, 1.0),
-    Parameter("layer_s", 4e-6, 0.5, (("generation", 0.5),)),
-    Parameter("host_layer_s", 60e-6, 0.5, (("generation", 0.6), ("generation card", 0.4))),
+    Parameter("kv_efficiency", 0.7, 0.12, (("generation", 0.16), ("generation card", 0.2)), 0.05, 1.3),
+    Parameter("link_efficiency", 0.4, 0.2, (("link", 0.25), ("card", 0.5), ("generation card", 0.4)), 0.01, 1.0),
+    Parameter("layer_s", 4e-6, 0.5, (("generation", 0.2),)),
+    Parameter("host_layer_s", 60e-6, 0.2, (("generation", 0.15), ("generation card", 0.4))),
     Parameter(
         "sequence_s",
         15e-6,
-        0.7,
-        (("generation load", 0.8), ("engine card", 0.5), ("engine card load", 0.5), ("generation shape load", 0.3)),
+        1.7,
+        (("generation load", 2.0), ("engine card", 0.5), ("engine card load", 0.5), ("generation shape load", 0.3)),
     ),
-    Parameter("link_s", 8e-6, 0.5, (("link", 0.5), ("generation card", 0.4))),
-    Parameter("request_s", 5e-3, 0.8, (("group", 0.8), ("engine card", 0.5), ("engine card parallel", 0.5))),
+    Parameter("link_s", 8e-6, 1.2, (("link", 0.5), ("generation card", 0.4))),
+    Parameter("request_s", 5e-3, 2.0, (("group", 2.0), ("engine card", 1.2), ("engine card parallel", 0.5))),
 )
 
 

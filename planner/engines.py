@@ -26,7 +26,7 @@ class EngineRules:
     cards of 70 GiB and more that are no A100. `memory_share` of the card's memory is the engine's, or with
     `of_the_rest` of what the weights leave. `kv_bits` of keys and values where weights have 8 or 4 native bits.
     `whole_prompts`: a step takes the longest prompt whole. For `sampled_at_once` sequences logits are kept at once,
-    which memory is put aside for."""
+    which memory is put aside for. `in_process`: sequences and batched tokens where no server is started."""
 
     generation: str
     mixed: bool
@@ -40,6 +40,7 @@ class EngineRules:
     kv_bits: int
     whole_prompts: bool = False
     sampled_at_once: int = 256
+    in_process: tuple[int, int] | None = None
 
     def sequence_limit(self, card: Card) -> int:
         return self.large_sequences if _large(card) else self.sequences

@@ -63,10 +63,12 @@ class Job:
     arrival_s: float
     input_tokens: int
     output_tokens: int
+    cached_tokens: int = 0  # of the prompt, found in a prefix cache
     first_s: float | None = None
     last_s: float | None = None
     prompt: int = 0  # what must be computed before it decodes (again): more than the input after a preemption
     computed: int = 0
+    began: bool = False  # holds rows
     made: int = 0
     joined: int = 0  # decode steps that were over when it began to decode
     opened_by: int = 0  # how many stretches were over when it came, had its first and its last token
@@ -188,13 +190,15 @@ class Line:
         whole: list[Job] = []
         while self.waiting and budget > 0 and len(self.running) + len(whole) < limits.sequences:
             job = self.waiting[0]
-            left = job.prompt - job.computed
-            if not job.computed and not self._fits(job, decodes):
+            left = job.prompt - max(job.computed, job.cached_tokens)
+            if not job.began and not self._fits(job, decodes):
                 break
             if tokens and left > budget and not limits.mixed:
                 break
             n = min(budget, left)
-            if not job.computed:
+            if not job.began:
+                job.began = True
+                job.computed = job.cached_tokens
                 self.rows += self._need(job)
             pairs += n * job.computed + n * (n + 1) // 2
             job.computed += n
@@ -268,7 +272,7 @@ class Line:
             made = self._leave(job)
             job.made += made
             job.prompt += made
-            job.computed = 0
+            job.computed, job.began = 0, False
             self.waiting.appendleft(job)
             self.preemptions += 1
 

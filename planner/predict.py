@@ -56,14 +56,18 @@ class Situation:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """How a campaign draws lengths, and how many: coefficients of variation, the longest output, `requests` that were
-    sent where the row's own number is not that, and `counted` which its rate of requests was divided from."""
+    sent where the row's own number is not that, `counted` which its rate of requests was divided from, and the share
+    of a prompt that prefix caching found. `in_process`: the engine ran without its server, whose defaults are others.
+    """
 
     cv_input: float = 0.0
     cv_output: float = 0.0
     longest_output: int = 1 << 30
     requests: int | None = None
     counted: int | None = None
+    cached_share: float = 0.0
     span: float = 1.0
+    in_process: bool = False
 
 
 def look_up(configuration: Configuration, settings: Settings) -> Situation:
@@ -114,10 +118,11 @@ def _limits(
     """What the engine lets into a step, and the pool that the exact memory arithmetic leaves."""
     assert configuration.tp and configuration.input_tokens and configuration.output_tokens
     longest = math.ceil(configuration.input_tokens + configuration.output_tokens)
-    batched = settings.batched_tokens or engine.token_limit(card)
+    alone = engine.in_process if workload_of(configuration).in_process else None
+    batched = settings.batched_tokens or (alone[1] if alone else engine.token_limit(card))
     if engine.whole_prompts:
         batched = max(batched, longest)
-    sequences = settings.sequences or engine.sequence_limit(card)
+    sequences = settings.sequences or (alone[0] if alone else engine.sequence_limit(card))
     share = settings.memory_share or engine.memory_share
     memory = plan_memory(
         shape,
@@ -198,7 +203,10 @@ def jobs_of(configuration: Configuration, settings: Settings) -> list[Job]:
     times: Iterable[float] = repeat(0.0, count)
     if load == "rate":
         times = (drawn.span * at / value for at in arrivals(count, configuration.arrivals == "constant"))
-    return [Job(*request) for request in zip(times, inputs, outputs, strict=True)]
+    return [
+        Job(at, prompt, output, int(prompt * drawn.cached_share))
+        for at, prompt, output in zip(times, inputs, outputs, strict=True)
+    ]
 
 
 @cache

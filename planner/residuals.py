@@ -35,10 +35,10 @@ WIDTHS = {"ttft": 2.5, "ttft_p99": 4.0, "tpot_p99": 2.0, "prompt_step": 1.5}
 """How much wider than `LEVELS` a family's effects and noise are."""
 
 LEVELS = (
-    ("generation load", 0.04),
-    ("engine card load", 0.06),
-    ("engine card shape kind load", 0.08),
-    ("engine card shape kind load tp lengths", 0.10),
+    ("generation load", 0.02),
+    ("engine card load", 0.03),
+    ("engine card shape kind load", 0.04),
+    ("engine card shape kind load tp lengths", 0.05),
 )
 NOISE = 0.06
 FREEDOM = 4.0

@@ -1,8 +1,8 @@
 """Predictions of what was left out: the fit again without each fold, and the fold predicted by it.
 
 Every fold starts from the fit of all rows, for speed only: the optimum of the rest does not depend on where the search
-begins. Two steps of Gauss and Newton with that fit's derivatives and the rest's own residuals come within a per cent of
-it (docs/accuracy.md says how near).
+begins, but for rows that contradict each other. Two steps of Gauss and Newton use that fit's derivatives and the rest's
+own residuals (docs/accuracy.md says how near a fit from the priors comes).
 """
 
 from __future__ import annotations

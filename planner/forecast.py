@@ -17,10 +17,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvbench.planner.cost import CostModel
-from kvbench.planner.simulator import StepCost
 from kvbench.planner.work import StepWork
 
 if TYPE_CHECKING:
@@ -28,6 +27,13 @@ if TYPE_CHECKING:
 
 Work = tuple[int, int, int, int, int]
 """The first five fields of StepWork."""
+
+
+class StepSeconds(Protocol):
+    """How long a step takes."""
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of one step; above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +138,7 @@ class Replay:
 class Line:
     """One replica at work on its jobs."""
 
-    def __init__(self, cost: StepCost, limits: Limits, jobs: Sequence[Job], concurrency: int | None) -> None:
+    def __init__(self, cost: StepSeconds, limits: Limits, jobs: Sequence[Job], concurrency: int | None) -> None:
         self.cost = cost
         self.limits = limits
         self.jobs = list(jobs)
@@ -310,7 +316,7 @@ class Line:
         self.open -= 1
 
 
-def forecast(cost: StepCost, limits: Limits, jobs: Sequence[Job], concurrency: int | None = None) -> Forecast:
+def forecast(cost: StepSeconds, limits: Limits, jobs: Sequence[Job], concurrency: int | None = None) -> Forecast:
     """Run `jobs`, in order of arrival, or at most `concurrency` at once, each as soon as one ended."""
     assert limits.sequences > 0 and limits.batched_tokens > 0 and limits.pool_tokens > 0, limits
     return Line(cost, limits, jobs, concurrency).run()

@@ -237,7 +237,7 @@ def test_a_fold_is_predicted_without_its_own_rows(monkeypatch: pytest.MonkeyPatc
         return [h.predicted for h in held if h.kind == "new card" and h.case.configuration.card == "rtx-4090"]
 
     for before, after in zip(of_card(plain), of_card(changed), strict=True):
-        assert after == pytest.approx(before, rel=0.02)
+        assert after == pytest.approx(before, rel=0.05)  # a twentieth of the change, of which the start is all
 
 
 def test_cards_alone_with_their_engine_are_told_apart() -> None:

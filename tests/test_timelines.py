@@ -10,6 +10,8 @@ import pytest
 import timelines
 from timelines_figure import draw
 
+from kvbench.reports.accuracy import MARK, document
+
 
 @cache
 def replays(folder: Path) -> list[timelines.Replayed]:
@@ -55,3 +57,10 @@ def test_what_the_parameters_have_seen_is_said() -> None:
     told = {one.model: timelines.known(one) for one in timelines.RECORDINGS}
     assert "have not seen this run" in told["Llama-3.1-8B"]
     assert "have seen this run" in told["Qwen3-32B"]
+
+
+def test_the_score_keeps_the_way_to_the_page() -> None:
+    """`make score` writes docs/accuracy.md again from its mark on."""
+    accuracy = timelines.ROOT / "docs" / "accuracy.md"
+    kept = document(accuracy.read_text(encoding="utf-8"), ["## Errors"]).split(MARK)[0]
+    assert f"({timelines.PAGE.name})" in kept

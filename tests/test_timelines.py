@@ -61,6 +61,6 @@ def test_what_the_parameters_have_seen_is_said() -> None:
 
 def test_the_score_keeps_the_way_to_the_page() -> None:
     """`make score` writes docs/accuracy.md again from its mark on."""
-    accuracy = timelines.ROOT / "docs" / "accuracy.md"
+    accuracy = timelines.PAGE.with_name("accuracy.md")
     kept = document(accuracy.read_text(encoding="utf-8"), ["## Errors"]).split(MARK)[0]
     assert f"({timelines.PAGE.name})" in kept

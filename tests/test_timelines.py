@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timelines
+from timelines_figure import draw
+
+from kvbench.reports.accuracy import MARK, document
 
 
 @cache
@@ -16,13 +19,14 @@ def replays(folder: Path) -> list[timelines.Replayed]:
 
 
 def test_the_page_is_what_the_replay_gives(shared_data: Path) -> None:
+    assert [words for one in replays(shared_data / "traces") for words in timelines.doubts(one)] == []
     page = timelines.page(replays(shared_data / "traces"))
     assert page == timelines.PAGE.read_text(encoding="utf-8"), "make timelines writes it again"
 
 
 def test_the_figure_has_the_same_bytes_each_time(shared_data: Path, tmp_path: Path) -> None:
     for name in "ab":
-        timelines.draw(replays(shared_data / "traces"), tmp_path / name)
+        draw(replays(shared_data / "traces"), tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert timelines.FIGURE.stat().st_size < 120_000
 
@@ -53,3 +57,10 @@ def test_what_the_parameters_have_seen_is_said() -> None:
     told = {one.model: timelines.known(one) for one in timelines.RECORDINGS}
     assert "have not seen this run" in told["Llama-3.1-8B"]
     assert "have seen this run" in told["Qwen3-32B"]
+
+
+def test_the_score_keeps_the_way_to_the_page() -> None:
+    """`make score` writes docs/accuracy.md again from its mark on."""
+    accuracy = timelines.PAGE.with_name("accuracy.md")
+    kept = document(accuracy.read_text(encoding="utf-8"), ["## Errors"]).split(MARK)[0]
+    assert f"({timelines.PAGE.name})" in kept

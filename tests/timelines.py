@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from shown import ROOT, Shell, block, table
+from timelines_figure import draw
 
 from kvbench.metrics.store import RunFolder
 from kvbench.planner.shipped import shipped
@@ -225,6 +226,22 @@ def _curves(one: Replayed) -> str:
     return textwrap.fill(text, 120)
 
 
+def doubts(one: Replayed) -> list[str]:
+    """What the words of the page say and the numbers do not: then the words have to be written anew."""
+
+    def error(name: str) -> float:
+        return METRICS[name](one.simulated) / METRICS[name](one.recorded) - 1
+
+    was_s, is_s = one.full_step_s
+    host_s = SEATS * one.step_times["sequence_s"]
+    said = {
+        "the TTFT is off by more than the TPOT": error("TTFT mean, s") > error("TPOT mean, ms") > 0,
+        "a step in which all decode is too long, by the host's time at most": 0 < is_s - was_s < 1.1 * host_s,
+        "steps with prompts are too long": error("between the first 60 first tokens, ms") > 0,
+    }
+    return [f"{one.recording.model}: not that {words}" for words, true in said.items() if not true]
+
+
 def known(recording: Recording) -> str:
     """What the shipped parameters were fitted to of this card, in words."""
     families = [one for one in shipped().families if one[1:3] == (ENGINE, CARD)]
@@ -259,32 +276,6 @@ def page(replays: Sequence[Replayed]) -> str:
     return TEXT.read_text(encoding="utf-8").replace("{runs}", "\n\n".join(parts))
 
 
-def draw(replays: Sequence[Replayed], path: Path) -> None:
-    """Running and waiting over time, a column for each run, as SVG: the same runs give the same bytes."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "timelines", "font.size": 9, "path.simplify": True}
-    with mpl.rc_context(settings):
-        figure = Figure(figsize=(9, 4.6), layout="constrained")
-        grid = figure.subplots(2, len(replays), sharex="col", sharey="row", squeeze=False)
-        for column, one in enumerate(replays):
-            end_s = max(one.recorded.last_s.max(), one.simulated.last_s.max())
-            at_s = np.linspace(0.0, float(end_s), 240)
-            for row, word in enumerate(("running", "waiting")):
-                axes = grid[row][column]
-                axes.plot(one.seen[:, 0], one.seen[:, 1 + row], ".", color="#8A8F98", ms=3, label="recorded, log")
-                axes.plot(at_s, getattr(one.recorded, word)(at_s), color="#1B1F24", lw=1.4, label="recorded, requests")
-                axes.plot(at_s, getattr(one.simulated, word)(at_s), color="#0B62A8", lw=1.4, label="simulated")
-                axes.set_ylabel(f"{word} requests" if column == 0 else "")
-                axes.grid(color="#E9E9E4")
-                axes.spines[["top", "right"]].set_visible(False)
-            grid[0][column].set_title(f"{one.recording.model}, {one.recording.tp} x RTX PRO 6000")
-            grid[1][column].set_xlabel("seconds after the first request")
-        grid[0][0].legend(frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-
-
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT.parent / "shared" / "data" / "traces"
     if not folder.is_dir():
@@ -292,7 +283,9 @@ def main() -> None:
     replays = [replay(folder, recording) for recording in RECORDINGS]
     PAGE.write_text(page(replays), encoding="utf-8")
     draw(replays, FIGURE)
-    print(f"{PAGE.relative_to(ROOT)} and {FIGURE.relative_to(ROOT)} are written")
+    wrong = [words for one in replays for words in doubts(one)]
+    print(f"{PAGE.relative_to(ROOT)}, {FIGURE.relative_to(ROOT)}: {'; '.join(wrong) or 'words and numbers agree'}")
+    raise SystemExit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Fits the step-time model to measured steps: what a machine of one's own takes for each unit of work.
 
 A step's time is linear in what it does once it is known which bound holds: weights streamed or tokens multiplied,
-context read or pairs attended to. So assignment and non-negative least squares alternate, on rows divided by their
-step's time (relative errors). Coefficients at 0, or no larger than twice their standard error, are "not identified":
+context read or pairs attended to. So assignment and non-negative least squares alternate, on rows divided by the step's
+fitted time (relative errors). Coefficients at 0, or no larger than twice their standard error, are "not identified":
 the measured configurations do not tell them apart from the others.
 """
 
@@ -125,28 +125,27 @@ def _fit(observed: Sequence[Observed]) -> tuple[np.ndarray, list[float | None], 
     tokens = works[0] + works[1]
     computing = tokens > 4 * np.median(tokens)
     attending = works[2] > 4 * works[3]
-    found = np.zeros(len(PARAMETERS))
-    best, best_error = found, math.inf
+    found, by = np.zeros(len(PARAMETERS)), seconds
     for _ in range(ROUNDS):
-        design = _design(works, computing, attending) / seconds[:, None]
+        design = _design(works, computing, attending) / by[:, None]
         scale = np.linalg.norm(design, axis=0)
         scale[scale == 0] = 1.0
-        found = nnls(design / scale, np.ones(len(seconds)))[0] / scale
-        error = float(np.mean(np.abs(predict(found, works) / seconds - 1)))
-        if error < best_error:
-            best, best_error, kept = found, error, design / scale
-        now = found[1] * tokens > found[0], found[4] * works[2] > found[3] * works[3]
-        if (now[0] == computing).all() and (now[1] == attending).all():
+        last, found = found, nnls(design / scale, seconds / by)[0] / scale
+        computing = found[1] * tokens > found[0]
+        attending = found[4] * works[2] > found[3] * works[3]
+        by = np.maximum(predict(found, works), seconds.min())  # by the fit: by the measured it would lean to fast steps
+        if np.allclose(found, last, rtol=1e-6):
             break
-        computing, attending = now
+    design = _design(works, computing, attending) / by[:, None]
+    norms = np.linalg.norm(design, axis=0)
+    best, kept = found, design / np.where(norms == 0, 1.0, norms)
     free = best > 0
     matrix = kept[:, free]
     condition = float(np.linalg.cond(matrix)) if matrix.size else math.inf
-    left = predict(best, works) / seconds - 1
+    left = (seconds - predict(best, works)) / by
     spread = float(left @ left) / max(1, len(left) - int(free.sum()))
     covariance = np.linalg.pinv(matrix.T @ matrix) * spread
     errors: list[float | None] = [None] * len(PARAMETERS)
-    norms = np.linalg.norm(_design(works, computing, attending) / seconds[:, None], axis=0)
     for place, i in enumerate(np.flatnonzero(free)):
         errors[i] = float(math.sqrt(max(0.0, covariance[place, place])) / (norms[i] or 1.0))
     return best, errors, condition

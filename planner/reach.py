@@ -22,7 +22,7 @@ Numbers = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The most `sequences`, computed tokens read (`context_tokens`) and tokens of prompts (`prefill_tokens`) in a step."""
+    """The most of a step: `sequences`, computed tokens read (`context_tokens`), prompts' tokens (`prefill_tokens`)."""
 
     sequences: int
     context_tokens: int

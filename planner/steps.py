@@ -29,8 +29,8 @@ SCHEMES = {"fp8": "FP8", "mxfp4": "MXFP4", "int4": "AWQ/INT4", "awq": "AWQ/INT4"
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """`cost` gives each step its seconds and is fitted up to `reach`; `source` says in words what its parameters were fitted to, `facts` which they
-    are."""
+    """`cost` gives each step its seconds and is fitted up to `reach`; `source` says in words what its parameters were
+    fitted to, `facts` which they are."""
 
     cost: CostModel
     reach: Reach

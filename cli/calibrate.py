@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -106,7 +107,7 @@ def _facts(group: Group, found: Calibration, rates: Rates | None, model: dict[st
     return {
         **dict(zip(("device", "model", "dtype", "backend"), group, strict=True)),
         "steps": found.steps,
-        "condition_number": found.condition,
+        "condition_number": found.condition if math.isfinite(found.condition) else None,
         "coefficients": [
             {
                 "name": c.name,
@@ -130,7 +131,7 @@ def _text(results: Sequence[dict[str, Any]]) -> str:
     for one in results:
         lines += [
             f"{one['model']} in {one['dtype']}, {one['backend']}, on {one['device']}: {one['steps']:,} measured steps",
-            f"  condition number {one['condition_number']:.3g}",
+            f"  condition number {one['condition_number'] or math.inf:.3g}",
         ]
         for part in one["coefficients"]:
             error = part["standard_error_s"]

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from kvbench.contiguous import slots
 from kvbench.contiguous.slots import POLICIES, Slots
+from kvbench.engine.clock import VirtualClock
 from kvbench.engine.engine import Engine, Watch, serve
 from kvbench.engine.interfaces import Allocator, Cache, Clock, Executor, Load
 from kvbench.engine.scheduler import Limits, Scheduler
@@ -147,7 +149,8 @@ class Stack:
         allocator, executor, clock = self.machine.begin(BACKENDS[variant.backend], self.cache_of(variant))
         scheduler = _scheduler(variant.batching, allocator, self.limits)
         engine = Engine(allocator, executor, self.limits, save_tokens=self.save_tokens, scheduler=scheduler)
-        return serve(load, engine, clock, watch, timeout_s=timeout_s)
+        with clock if isinstance(clock, VirtualClock) else nullcontext():
+            return serve(load, engine, clock, watch, timeout_s=timeout_s)
 
     def _run_server(self, load: Load, timeout_s: float) -> Run:
         from kvbench.workloads.client import serve_by

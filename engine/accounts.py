@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from kvbench.engine.sequence import Sequence
@@ -50,15 +49,16 @@ class Accounts:
         else:
             self._changes.append(Holding(sequence.id, held, asked, 0))
 
-    def grow(self, sequences: Ordered[Sequence], rows: int) -> None:
+    def grow(self, holders: list[int], rows: int) -> None:
         """Each of these, all of whose rows are filled, holds so many more; its policy asked for one of them."""
         stays, changes = self._stays, self._changes
-        self._all.held += rows * len(sequences)
-        for sequence in sequences:
-            stay = stays[sequence.id]
-            own = stay.held - stay.shared
-            stay.asked, stay.held = stay.held + 1, stay.held + rows
-            changes.append(Holding(sequence.id, own + rows, own + 1, 0, stay.shared_filled))
+        self._all.held += rows * len(holders)
+        for holder in holders:
+            stay = stays[holder]
+            held = stay.held
+            stay.asked, stay.held = held + 1, held + rows
+            own = held - stay.shared
+            changes.append(Holding(holder, own + rows, own + 1, 0, stay.shared_filled))
 
     def share(self, holder: int, rows: int, filled: int) -> None:
         """So many more of a holder's rows, `filled` of them filled, are now others' too; fewer where negative."""

@@ -13,6 +13,9 @@ from operator import attrgetter
 
 from kvbench.engine.sequence import Sequence, Steps
 
+NEVER = -1
+"""The step of what is not expected."""
+
 
 class Decoding:
     """`count` sequences follow the `steps`.
@@ -68,6 +71,7 @@ class Decoding:
         if not sequence.decodes:
             return False
         computed, done = sequence.settle()
+        sequence.due_step = sequence.end_step = NEVER
         self.count -= 1
         self._start -= computed
         self._joined -= done
@@ -83,18 +87,20 @@ class Decoding:
         step = self.steps.done
         if step not in self._due:
             return []
-        return in_order([one for one in self._due.pop(step) if one.decodes and one.due_step == step])
+        return in_order([one for one in self._due.pop(step) if one.due_step == step])
 
     def ending(self) -> list[Sequence]:
         """Those whose longest answer is whole with the last step done."""
         step = self.steps.done - 1
         if step not in self._ends:
             return []
-        return in_order([one for one in self._ends.pop(step) if one.decodes and one.end_step == step])
+        return in_order([one for one in self._ends.pop(step) if one.end_step == step])
 
 
 def in_order(sequences: Iterable[Sequence]) -> list[Sequence]:
     """Each once, the first admitted first."""
+    if isinstance(sequences, list) and len(sequences) < 2:
+        return sequences
     found = list(dict.fromkeys(sequences))
     found.sort(key=_place)
     return found

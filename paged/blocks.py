@@ -168,14 +168,16 @@ class BlockPool:
         return sequences * self._count(rows) <= len(self._free) and not self._holders.partial
 
     def grow(self, sequences: Ordered[Sequence]) -> int:
-        for sequence in sequences:
-            table = self._tables[sequence.id]
-            if self._prefixes is not None:
-                self._prefixes.keep(sequence, table)
-            block = self._free.pop()
-            table.append(block)
-            self._holders.own((block,), sequence.id)
-        self._accounts.grow(sequences, self.block_size)
+        holders = [sequence.id for sequence in sequences]
+        if self._prefixes is not None:
+            for sequence in sequences:
+                self._prefixes.keep(sequence, self._tables[sequence.id])
+        blocks = self._free[: -len(holders) - 1 : -1]
+        del self._free[-len(holders) :]
+        for holder, block in zip(holders, blocks, strict=True):
+            self._tables[holder].append(block)
+        self._holders.own_each(blocks, holders)
+        self._accounts.grow(holders, self.block_size)
         return self.block_size
 
     def commit(self, sequence: Sequence) -> None:

@@ -30,6 +30,11 @@ class Holders:
         for block in blocks:
             self._one[block] = holder
 
+    def own_each(self, blocks: Iterable[int], holders: Iterable[int]) -> None:
+        """Blocks that nobody held belong to one sequence each."""
+        for block, holder in zip(blocks, holders, strict=True):
+            self._one[block] = holder
+
     def join(self, blocks: list[int], holder: int, filled: int) -> Shared:
         """One more sequence holds these blocks, which have `filled` rows, all but the last one full. Returns what of it
         others hold; whoever held a block alone no longer does."""

@@ -57,7 +57,8 @@ def simulate(job: Job, backend: str, requests: int) -> tuple[float, float, int]:
     asked = [Request(number, text, job.output_tokens, job.output_tokens) for number in range(requests)]
     load, engine = ClosedLoop(asked, job.users), Engine(pool, executor, limits, scheduler=scheduler)
     began_s = time.process_time()
-    run = serve(load, engine, VirtualClock())
+    with VirtualClock() as clock:
+        run = serve(load, engine, clock)
     return run.end_s, time.process_time() - began_s, len(run.steps)
 
 

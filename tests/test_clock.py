@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -59,6 +60,16 @@ def test_virtual_time_moves_when_told_and_never_back() -> None:
     assert virtual.now() == 3.0
     with pytest.raises(AssertionError):
         virtual.after(None)
+
+
+def test_the_cycle_collector_rests_while_time_is_virtual() -> None:
+    assert gc.isenabled()
+    with VirtualClock() as virtual:
+        assert virtual.now() == 0.0 and not gc.isenabled()
+        with VirtualClock():
+            pass
+        assert not gc.isenabled(), "who found it at rest leaves it so"
+    assert gc.isenabled()
 
 
 class UnevenClock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import io
 import math
 import re
 import tomllib
@@ -110,18 +111,30 @@ def _key(name: str) -> str:
 def load_cards(path: Path) -> tuple[Card, ...]:
     """The cards of a user's file: TOML with `[[card]]` tables as in `gpus.toml`, or CSV with the same columns."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin theirs with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise KvbenchError(f"cannot read --gpu-file {path}: {getattr(error, 'strerror', None) or error}") from error
     if path.suffix.lower() == ".csv":
-        rows = list(csv.DictReader(text.splitlines()))
-        if any(None in row or None in row.values() for row in rows):
-            raise KvbenchError(f"--gpu-file {path} has a row with more or fewer fields than its first line")
-        return _cards({"card": [{key: value for key, value in row.items() if value} for row in rows]}, str(path))
+        return _cards({"card": _rows(text, path)}, str(path))
     try:
-        return _cards(tomllib.loads(text), str(path))
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
         raise KvbenchError(f"--gpu-file {path} is not TOML: {error}") from error
+    return _cards(table, str(path))
+
+
+def _rows(text: str, path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, what is blank left out."""
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        rows, names = list(reader), reader.fieldnames or []
+    except csv.Error as error:
+        raise KvbenchError(f"--gpu-file {path} line {reader.line_num} is not CSV: {error}") from error
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise KvbenchError(f"--gpu-file {path} has the column {twice!r} twice; keep one of them")
+    if any(None in row or None in row.values() for row in rows):
+        raise KvbenchError(f"--gpu-file {path} has a row with more or fewer fields than its first line")
+    return [{key: value for key, value in row.items() if value} for row in rows]
 
 
 def with_prices(cards: Iterable[Card], prices: Iterable[str]) -> tuple[Card, ...]:
@@ -132,7 +145,8 @@ def with_prices(cards: Iterable[Card], prices: Iterable[str]) -> tuple[Card, ...
         usd = _price(number, text)
         chosen = found if not mark else [card for card in found if _key(name) in map(_key, card.names)]
         if not chosen:
-            raise KvbenchError(f"--price {text} names no card of --gpu {','.join(card.id for card in found)}")
+            shown = ", ".join(card.id for card in found[:3]) + ", …" * (len(found) > 3)
+            raise KvbenchError(f"--price {text} names no card that is shown: {shown}")
         priced = {card.id: replace(card, usd_per_hour=(usd, usd), price_source="--price", price_as_of="")
                   for card in chosen}  # fmt: skip
         found = [priced.get(card.id, card) for card in found]
@@ -153,7 +167,7 @@ def _cards(table: Mapping[str, Any], where: str) -> tuple[Card, ...]:
     """The cards of a file, each checked; what they leave out comes from its `[defaults]`."""
     _known(table, ("card", "defaults"), where)
     rows, defaults = table.get("card"), table.get("defaults", {})
-    if not isinstance(rows, list) or not rows or not isinstance(defaults, Mapping):
+    if not isinstance(rows, list) or not rows or not all(isinstance(one, Mapping) for one in (*rows, defaults)):
         raise KvbenchError(f"{where} has no card; give each as a [[card]] table or as a row of a CSV")
     _known(defaults, TEXTS, where)
     cards = tuple(_card({**defaults, **row}, f"{where}, card {number}") for number, row in enumerate(rows, 1))
@@ -176,8 +190,13 @@ def _card(row: Mapping[str, Any], where: str) -> Card:
     _known(row, FIELDS, where)
     texts = {key: _text(row, key, where) for key in TEXTS}
     numbers = {key: value for key in NUMBERS if (value := _number(row, key, where)) is not None}
-    if not texts["id"] or not _key(texts["id"]):
-        raise KvbenchError(f"{where} lacks id, the name by which --gpu finds it")
+    if not _key(texts["id"]):
+        found = (
+            f"has id {texts['id']!r}, which has no letter from a to z and no digit: it lacks"
+            if texts["id"]
+            else "lacks"
+        )
+        raise KvbenchError(f"{where} {found} id, the name by which --gpu finds it")
     if "bandwidth_gb_s" not in numbers:
         raise KvbenchError(f"{where} ({texts['id']}) lacks bandwidth_gb_s, the memory's bandwidth in GB/s")
     low, high = numbers.get("usd_per_hour_low"), numbers.get("usd_per_hour_high")
@@ -237,6 +256,8 @@ def _number(row: Mapping[str, Any], key: str, where: str) -> float | None:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
+    except OverflowError:  # hundreds of digits
+        number = value = math.inf
     if not 0 < number <= LARGEST and not (number == 0 and key.startswith("usd_")):
         raise KvbenchError(f"{where} has {key} {value!r}; it must be a number above 0")
     return number

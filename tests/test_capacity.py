@@ -229,7 +229,7 @@ def test_contexts_end_where_the_model_does(capsys: pytest.CaptureFixture[str]) -
         (("--input-len", "8", "--max-model-len", "9"), "a context of 10 tokens is beyond the 9 --max-model-len"),
         (("--output-len", "8"), "--output-len needs --input-len"),
         (("--price", "free"), "--price must be US dollars per card-hour"),
-        (("--price", "l4=3"), "--price l4=3 names no card of --gpu h100-sxm"),
+        (("--price", "l4=3"), "--price l4=3 names no card that is shown: h100-sxm"),
         (("--gpu-file", "/no/such"), "cannot read --gpu-file /no/such"),
         (("--format", "yaml"), "--format 'yaml' is not one of"),
     ],

@@ -124,6 +124,12 @@ def test_a_users_card(tmp_path: Path) -> None:
     assert find_card("h9", [card]) is card
 
 
+@pytest.mark.parametrize("text", [OWN, "id,driver_mib,bandwidth_gb_s\nh900,100000,9000\n"], ids=["toml", "csv"])
+def test_a_file_may_begin_with_the_mark_of_a_spreadsheet(tmp_path: Path, text: str) -> None:
+    (card,) = load_cards(written(tmp_path, "\ufeff" + text, "cards.toml" if text == OWN else "cards.csv"))
+    assert card.id == "h900"
+
+
 def test_a_users_card_comes_before_the_catalogues(tmp_path: Path) -> None:
     own = load_cards(written(tmp_path, OWN.replace("h900", "h100-sxm")))
     for name in ("h100-sxm", "H100 SXM", "H100", "H9"):  # by all names of both
@@ -152,6 +158,10 @@ def test_the_source_of_the_catalogue_is_a_users_file(shared_data: Path) -> None:
         (("9000", "true"), "bandwidth_gb_s True"),
         (("9000", '"fast"'), "bandwidth_gb_s 'fast'"),
         (("9000", "1e300"), "bandwidth_gb_s 1e+300"),
+        (("9000", "9" * 400), "bandwidth_gb_s inf"),
+        (("9000", "9" * 5000), "is not TOML"),
+        (("9000", "[" * 9000), "is not TOML"),
+        (('id = "h900"', 'id = "\u65e5"'), "has no letter from a to z and no digit"),
         (('["H9"]', '"H9"'), "aliases 'H9'; they must be a list of names"),
         (('"a leaflet"', "7"), "source 7; it must be a text"),
         (("usd_per_hour_high = 12", "usd_per_hour_high = 1\nusd_per_hour_low = 2"), "usd_per_hour_low 2 above"),
@@ -169,6 +179,11 @@ def test_files_that_hold_no_cards(tmp_path: Path) -> None:
     assert "cannot read --gpu-file" in refusal(tmp_path)
     assert "has no card" in refusal(written(tmp_path, ""))
     assert "has no card" in refusal(written(tmp_path, "card = 3"))
+    assert "has no card" in refusal(written(tmp_path, "card = [3]"))
+    assert "has no card" in refusal(written(tmp_path, 'card = ["h100"]'))
+    assert "line 1 is not CSV" in refusal(written(tmp_path, "id,name\n" + "x" * 200_000 + ",y\n", "cards.csv"))
+    assert "has the column 'name' twice" in refusal(written(tmp_path, "id,name,name\nx,y,z\n", "cards.csv"))
+    assert "a text of one line" in refusal(written(tmp_path, 'id,note\nx,"two\nlines"\n', "cards.csv"))
     assert "has no card" in refusal(written(tmp_path, "id,name\n", "cards.csv"))
     assert "more or fewer fields" in refusal(written(tmp_path, "id,name\nx,y,z\n", "cards.csv"))
     assert "unknown field 'nam'; the nearest" in refusal(written(tmp_path, "id,nam\nx,y\n", "cards.csv"))
@@ -207,7 +222,7 @@ def test_prices_that_are_none_are_refused(text: str) -> None:
 
 
 def test_a_price_for_a_card_that_is_not_asked_for_is_refused() -> None:
-    with pytest.raises(KvbenchError, match=r"^--price b200=3 names no card of --gpu h100-sxm$"):
+    with pytest.raises(KvbenchError, match=r"^--price b200=3 names no card that is shown: h100-sxm$"):
         with_prices([find_card("h100")], ["b200=3"])
 
 

@@ -98,7 +98,9 @@ def read_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 def _family(config: Mapping[str, Any], name: str) -> str:
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
+    if model_type is not None and not isinstance(model_type, str):
+        raise KvbenchError(f"{name} has model_type {model_type!r}; it must be a text such as llama")
+    if not model_type:
         near = difflib.get_close_matches("model_type", [str(key) for key in config], n=1)
         raise KvbenchError(f"{name} lacks model_type{f'; the nearest it has is {near[0]}' if near else ''}")
     family = SAME_AS.get(model_type, model_type)
@@ -126,7 +128,8 @@ class _Fields:
         if found is None:
             if default is not None:
                 return default
-            near = [hit for key in keys for hit in difflib.get_close_matches(key, map(str, self.config), n=1)]
+            others = [str(key) for key in self.config if key not in keys]  # those of them that are there are null
+            near = [hit for key in keys for hit in difflib.get_close_matches(key, others, n=1)]
             hint = f"; the nearest it has is {near[0]}" if near else ""
             raise KvbenchError(f"{self.name} lacks {' or '.join(keys)}{hint}")
         key, value = found
@@ -219,7 +222,9 @@ def _experts(told: _Fields, family: str, layers: int) -> dict[str, Any]:
     elif family in QWEN_MIXTURES:
         shared = told.whole(["shared_expert_intermediate_size"]) if family == "qwen2_moe" else 0
         step, only = told.whole(["decoder_sparse_step"], 1), told.get("mlp_only_layers") or []
-        dense = sum(layer in only or (layer + 1) % step > 0 for layer in range(layers))
+        if not isinstance(only, list) or not all(isinstance(layer, int) for layer in only):
+            raise KvbenchError(f"{told.name} has mlp_only_layers {only!r}; it must be a list of whole numbers")
+        dense = layers - layers // step + len({one for one in only if 0 <= one < layers and (one + 1) % step == 0})
     if dense > layers:
         raise KvbenchError(f"{told.name} has first_k_dense_replace {dense}, more than its {layers} layers")
     return {

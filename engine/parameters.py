@@ -7,6 +7,7 @@ library only.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -156,7 +157,8 @@ def count_parts(shape: ModelShape, tp: int = 1) -> dict[str, Part]:
 def sharing(shape: ModelShape) -> list[int]:
     """Numbers of cards that share the heads evenly: queries, and keys and values or these a whole number of times. An
     engine may refuse all others."""
-    fitting = [cards for cards in range(1, shape.heads + 1) if not shape.heads % cards]
+    low = [cards for cards in range(1, math.isqrt(shape.heads) + 1) if not shape.heads % cards]
+    fitting = sorted({*low, *(shape.heads // cards for cards in low)})
     return [cards for cards in fitting if not (shape.kv_heads % cards and cards % shape.kv_heads)]
 
 

@@ -56,7 +56,7 @@ def read_quantisation(config: Any, layers: int) -> Quantisation:
     method = config.get("quant_method")
     if method is None and ("load_in_4bit" in config or "load_in_8bit" in config):
         method = "bitsandbytes"
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         near = difflib.get_close_matches(str(method), _METHODS, n=1, cutoff=0)
         raise KvbenchError(
             f"quantization_config has quant_method {method!r}, which is not known; the nearest is {near[0]} "
@@ -74,7 +74,10 @@ def _spared(config: Mapping[str, Any], layers: int) -> set[str]:
     """Parts whose modules a configuration keeps as they are: named for all layers at once, or for half of them."""
     names: list[Any] = []
     for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "llm_int8_skip_modules"):
-        names += config.get(key) or []
+        listed = config.get(key) or []
+        if not isinstance(listed, list):
+            raise KvbenchError(f"quantization_config has {key} {listed!r}; it must be a list of modules")
+        names += listed
     found = set()
     for part, words in MODULES.items():
         mine = [str(name) for name in names if any(word in f".{name}" for word in words)]
@@ -110,7 +113,7 @@ def _fp8(config: Mapping[str, Any]) -> float:
     block = config.get("weight_block_size")
     if block is None:
         return 8.0
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and 0 < n <= 2**20 for n in block):
         raise KvbenchError(f"quantization_config has weight_block_size {block!r}; it must be two whole numbers")
     return 8 + 32 / float(block[0] * block[1])
 
@@ -124,7 +127,8 @@ def _bitsandbytes(config: Mapping[str, Any]) -> float:
 
 def _compressed(config: Mapping[str, Any]) -> float:
     groups = config.get("config_groups")
-    found = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    known = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    found = [group.get("weights") for group in known]
     weights = next((one for one in found if isinstance(one, Mapping)), None)
     if weights is None:
         raise KvbenchError("quantization_config of compressed-tensors lacks config_groups with weights")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvbench.engine.hf_config import load_shape, read_config
 from kvbench.engine.hf_fields import UNPLANNED
-from kvbench.engine.parameters import ATTENTION, DENSE, EXPERTS, HEAD, SHARED
+from kvbench.engine.parameters import ATTENTION, DENSE, EXPERTS, HEAD, SHARED, sharing
 from kvbench.engine.quantisation import LINEAR, read_quantisation
 from kvbench.engine.shapes import ModelShape, find_shape
 from kvbench.errors import KvbenchError
@@ -84,6 +85,24 @@ DEEPSEEK: dict[str, Any] = {
     "tie_word_embeddings": False,
     "v_head_dim": 128,
     "vocab_size": 129280,
+}
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
 }
 
 
@@ -169,7 +188,7 @@ def test_layers_without_a_kv_cache_of_every_token_are_refused_by_name(model_type
     ("change", "says"),
     [
         ({"model_type": None}, "lacks model_type"),
-        ({"model_type": 7}, "lacks model_type"),
+        ({"model_type": 7}, "has model_type 7; it must be a text"),
         ({"model_type": "lama"}, "model type 'lama' is not known; the nearest known one is llama"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers or n_layer or n_layers"),
         ({"num_hidden_layers": None, "num_hiden_layers": 3}, "the nearest it has is num_hiden_layers"),
@@ -202,6 +221,15 @@ def test_layers_without_a_kv_cache_of_every_token_are_refused_by_name(model_type
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0]}}, "weight_block_size [0]"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "lacks config_groups"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "X"}}, "known are NVFP4 and FP8"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method ['fp8'], which is not known"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": 3}}, "ignored_layers 3; it must be a list"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": "lm_head"}}, "it must be a list of modules"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [10**400, 1]}}, "two whole numbers"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": 3}}},
+            "lacks config_groups with weights",
+        ),
+        ({"model_type": ["llama"]}, "has model_type ['llama']; it must be a text"),
     ],
 )
 def test_a_broken_config_is_one_line_that_names_the_field(change: dict[str, Any], says: str) -> None:
@@ -216,6 +244,8 @@ def test_a_broken_config_is_one_line_that_names_the_field(change: dict[str, Any]
         (GPT_OSS, {"num_local_experts": None}, "lacks n_routed_experts or num_local_experts or num_experts"),
         (GPT_OSS, {"num_experts_per_tok": 33}, "sends a token to 33 experts of 32"),
         (DEEPSEEK, {"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        (QWEN, {"mlp_only_layers": 3}, "mlp_only_layers 3; it must be a list of whole numbers"),
+        (QWEN, {"mlp_only_layers": ["all"]}, "mlp_only_layers ['all']; it must be a list"),
         (DEEPSEEK, {"first_k_dense_replace": 62}, "first_k_dense_replace 62, more than its 61 layers"),
         (LLAMA, {"model_type": "opt", "ffn_dim": 8, "do_layer_norm_before": False}, "do_layer_norm_before false"),
         (LLAMA, {"model_type": "opt", "ffn_dim": 8, "word_embed_proj_dim": 512}, "word_embed_proj_dim"),
@@ -223,6 +253,22 @@ def test_a_broken_config_is_one_line_that_names_the_field(change: dict[str, Any]
 )
 def test_what_only_some_families_need(config: dict[str, Any], change: dict[str, Any], says: str) -> None:
     assert says in refusal({key: value for key, value in (config | change).items() if value is not None})
+
+
+def test_a_field_that_is_null_is_not_its_own_nearest() -> None:
+    assert "vocab_size" not in refusal(LLAMA | {"vocab_size": None}).replace("lacks vocab_size", "")
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 2**31}, {"num_attention_heads": 2**31, "head_dim": 1}])
+def test_the_largest_numbers_are_counted_at_once(change: dict[str, Any]) -> None:
+    shape = ModelShape.from_config(QWEN | change, "m/config.json")
+    assert shape.parameters > 0 and sharing(shape)[:2] == [1, 2]
+
+
+def test_dense_layers_are_those_named_and_those_between_steps() -> None:
+    for step, only in itertools.product((1, 2, 3, 5), ([], [0], [1, 3], [1, 1, 5, 47, 99, -1], list(range(48)))):
+        shape = ModelShape.from_config(QWEN | {"decoder_sparse_step": step, "mlp_only_layers": only})
+        assert shape.dense_layers == sum(layer in only or (layer + 1) % step > 0 for layer in range(shape.layers))
 
 
 @pytest.mark.parametrize("config", [[], None, "llama", 3])
@@ -238,7 +284,9 @@ VALUES = st.recursive(
 
 
 @given(
-    key=st.sampled_from([*LLAMA, *GPT_OSS, *DEEPSEEK]), value=VALUES, base=st.sampled_from([LLAMA, GPT_OSS, DEEPSEEK])
+    key=st.sampled_from([*LLAMA, *GPT_OSS, *DEEPSEEK, *QWEN]),
+    value=VALUES,
+    base=st.sampled_from([LLAMA, GPT_OSS, DEEPSEEK, QWEN]),
 )
 def test_any_value_of_any_field_gives_a_shape_or_one_line(key: str, value: Any, base: dict[str, Any]) -> None:
     try:

@@ -21,7 +21,7 @@ from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.records import SIMULATED, Run
 from kvbench.planner.catalog import find_card, load_cards
 from kvbench.planner.memory import Memory, Serving, plan_memory
-from kvbench.planner.reach import FAR
+from kvbench.planner.reach import span
 from kvbench.planner.simulator import SimExecutor
 from kvbench.planner.steps import step_cost
 from kvbench.workloads.grid import Cell
@@ -82,6 +82,7 @@ class Virtual:
             config.block_size,
         )
         self.memory: Memory = plan_memory(self.shape, self.card, serving)
+        self._check_room(config.kv_bytes)
         self.steps = step_cost(self.card, self.shape, self.dtype, self.tp, kv_itemsize=serving.kv_itemsize)
 
     @property
@@ -159,6 +160,16 @@ class Virtual:
     def release(self) -> None:
         """There is nothing to hand back."""
 
+    def _check_room(self, kv_bytes: int | None) -> None:
+        """KvbenchError where the KV memory that the user wants does not fit beside the weights, whatever else."""
+        weights = self.memory.term("weights").bytes
+        if kv_bytes is not None and weights + kv_bytes > self.card.memory_bytes:
+            room = f"{self.card.memory_bytes / 2**30:.1f} GiB of {'each ' if self.tp > 1 else ''}{self.card.name}"
+            raise KvbenchError(
+                f"--kv-memory of {kv_bytes / 2**30:,.1f} GiB beside {weights / 2**30:,.1f} GiB of weights is beyond "
+                f"the {room}; lower it, raise --tp or choose a larger card"
+            )
+
     def _kv(self) -> str:
         kept = self.memory.serving.kv_dtype
         return "" if kept == self.dtype else f"KV in {kept}, "
@@ -171,7 +182,7 @@ class Virtual:
         say then; `beyond_fit` is empty where they do not."""
         beyond = self.steps.reach.beyond(run.steps)
         rate = numbers.get("output_tokens_per_s")
-        low, high = (rate / (1 + FAR), rate * (1 + FAR)) if beyond and isinstance(rate, float) else (None, None)
+        low, high = span(rate) if beyond and isinstance(rate, float) else (None, None)
         return {
             "beyond_fit": "; ".join(beyond),
             "output_tokens_per_s_low": low,

@@ -17,6 +17,12 @@ FAR = 0.54
 """How far off 90 % of predicted output tokens/s are on cards that a fit has not seen, as a share of what was measured
 (docs/accuracy.md, 2026-11-30). Beyond a fit's reach nothing better is known."""
 
+
+def span(rate: float) -> tuple[float, float]:
+    """Between what the measured rate is where a prediction is off by no more than that."""
+    return rate / (1 + FAR), rate / (1 - FAR)
+
+
 Numbers = tuple[int, int, int]
 
 

@@ -11,7 +11,7 @@ from test_simulator import Toy, run_on
 from test_virtual import sweep
 
 from kvbench.planner.published import read_rows
-from kvbench.planner.reach import FAR, Reach, reach_of
+from kvbench.planner.reach import FAR, Reach, reach_of, span
 from kvbench.planner.score import look_at, usable
 from kvbench.planner.shipped import shipped
 
@@ -29,14 +29,23 @@ def test_a_run_is_held_against_the_reach() -> None:
     assert len(Reach(0, 0, 0).beyond(run.steps)) == 3
 
 
+def test_a_range_holds_what_is_measured_where_a_prediction_is_off_by_that_much() -> None:
+    """An error is a share of what was measured: 100 measured, 46 or 154 predicted."""
+    for predicted in (100 * (1 - FAR), 100 * (1 + FAR)):
+        low, high = span(predicted)
+        assert low <= 100.0001 and high >= 99.9999
+    assert span(100 * (1 - FAR))[1] == pytest.approx(100) and span(100 * (1 + FAR))[0] == pytest.approx(100)
+
+
 def test_the_shipped_reach_is_that_of_the_runs_it_was_fitted_to(shared_data: Path) -> None:
     looked = look_at(read_rows(shared_data / "measured_points.csv"))
     assert reach_of(usable(looked.cases, dict(shipped().effects))) == shipped().reach
 
 
 def test_a_sweep_beyond_the_fit_gives_a_range(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # inference-sim#1123
+    monkeypatch.chdir(tmp_path)
     most = shipped().reach["vllm-v1-late"].sequences
     assert most < 1024
     flags = ["--concurrency", "16,1024", "--max-num-seqs", "1024", "--num-prompts", "1024", "--input-len", "16"]
@@ -45,7 +54,6 @@ def test_a_sweep_beyond_the_fit_gives_a_range(
     assert (within["beyond_fit"], within["output_tokens_per_s_low"]) == ("", None)
     assert f"1,024 sequences at once in a step (fitted up to {most:,})" in beyond["beyond_fit"]
     rate = beyond["output_tokens_per_s"]
-    assert beyond["output_tokens_per_s_low"] == rate / (1 + FAR)
-    assert beyond["output_tokens_per_s_high"] == rate * (1 + FAR)
+    assert (beyond["output_tokens_per_s_low"], beyond["output_tokens_per_s_high"]) == span(rate)
     said = " ".join(capsys.readouterr().out.split())
     assert "! beyond what step times were fitted to: paged at 1,024 users" in said and "rather than one number" in said

@@ -281,6 +281,8 @@ def test_the_rest_of_a_simulated_run_is_simulated_by_resume(capsys: pytest.Captu
         ((*CARD, "--input-len", "200000"), "beyond the 131,072 positions of Llama-3.1-8B"),
         ((*CARD, "--max-model-len", "200000"), "beyond the 131072 positions"),
         ((*CARD, "--gpu-memory-utilization", "0.1"), "leaves no room for a cache"),
+        ((*CARD, "--kv-memory", "70GiB"), "beside 15.0 GiB of weights is beyond the 79.2 GiB of H100 SXM"),
+        (("--device", "sim:l4", "--model", "Llama-3.1-70B", "--kv-memory", "1GiB"), "GiB of weights is beyond the 2"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_a_line(

@@ -44,6 +44,8 @@ def score(
 
     output_format = choice(output_format, FORMATS, "--format")
     measured = read_rows(file)
+    for option, path in (("--rows", rows), ("--split", split), ("--report", report)):
+        _check_target(option, path, file)
     model = shipped()
     outcomes = cross_score(measured, model, _say) if cross_validate else score(measured, model)
     lines = [line.as_row() for line in summarise(outcomes)]
@@ -58,6 +60,14 @@ def score(
         _write(split, _split_table(measured))
     if report:
         _report(report, outcomes, file, cross_validate, measured)
+
+
+def _check_target(option: str, path: Path | None, file: Path) -> None:
+    """What is written never takes the place of what is read."""
+    from kvbench.errors import KvbenchError
+
+    if path is not None and path.exists() and path.samefile(file):
+        raise KvbenchError(f"{option} {path} is the file that is scored; name another one to write")
 
 
 def _say(line: str) -> None:
@@ -136,5 +146,7 @@ def _report(path: Path, outcomes: Sequence[Outcome], file: Path, crossed: bool, 
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else "# How far predictions are off\n"
         path.write_text(document(before, parts), encoding="utf-8")
+    except UnicodeDecodeError:
+        raise KvbenchError(f"--report {path} is not UTF-8 text; name a Markdown file") from None
     except OSError as error:
         raise KvbenchError(f"cannot write {path}: {error.strerror}") from None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench.errors import KvbenchError
+from kvbench.workloads.options import LARGEST, SMALLEST
 
 COLUMNS = (
     *("model", "num_gpus", "tp", "precision", "engine", "input_len", "output_len", "concurrency_or_rate", "metric"),
@@ -21,6 +22,8 @@ COLUMNS = (
     *("output_tokens_mean", "gpu_id", "shape"),
 )
 LOADS = ("rate", "closed", "offline", "batch", "other")
+MOST_TOKENS = 10**6
+"""Longer than any model reads, and would take minutes to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class Row:
 def read_rows(path: Path) -> list[Row]:
     """All rows of a CSV file with the collection's columns. KvbenchError names line and column of the first fault."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin theirs with a mark
             return parse_rows(file, str(path))
     except OSError as error:
         raise KvbenchError(f"cannot read {path}: {error.strerror}; name a CSV file of published measurements") from None
@@ -95,9 +98,12 @@ def parse_rows(lines: Iterable[str], name: str) -> list[Row]:
     """The rows of the CSV text `lines`; `name` stands in errors."""
     reader = csv.DictReader(lines)
     try:
-        missing = [column for column in COLUMNS if column not in (reader.fieldnames or [])]
+        names = list(reader.fieldnames or [])
+        missing = [column for column in COLUMNS if column not in names]
         if missing:
             raise KvbenchError(f"{name} lacks the column {missing[0]}; it needs {', '.join(COLUMNS)}")
+        if twice := next((column for column in COLUMNS if names.count(column) > 1), None):
+            raise KvbenchError(f"{name} has the column {twice} twice; keep one of them")
         rows = [_row(reader.line_num, values, name) for values in reader]
     except csv.Error as error:
         raise KvbenchError(f"{name} line {reader.line_num}: {error}") from None
@@ -146,8 +152,8 @@ def _row(line: int, values: dict[str, str], name: str) -> Row:
         load_value=load_value,
         arrivals=values["arrivals"],
         requests=requests,
-        input_tokens=_number(values, "input_tokens_mean", where),
-        output_tokens=_number(values, "output_tokens_mean", where),
+        input_tokens=_number(values, "input_tokens_mean", where, MOST_TOKENS),
+        output_tokens=_number(values, "output_tokens_mean", where, MOST_TOKENS),
         lengths=f"{values['input_len']}+{values['output_len']}",
     )
     return Row(line, configuration, read_note(values["note"]), values["metric"], value, values["note"])
@@ -165,7 +171,7 @@ def read_note(note: str) -> Settings:
 
 def _found(pattern: str, note: str) -> int | None:
     match = re.search(pattern, note)
-    return int(match[1]) or None if match else None
+    return min(int(match[1][:12]), LARGEST) or None if match else None
 
 
 def _share(pattern: str, note: str) -> float | None:
@@ -173,8 +179,8 @@ def _share(pattern: str, note: str) -> float | None:
     return float(match[1]) or None if match else None
 
 
-def _number(values: dict[str, str], column: str, where: str) -> float | None:
-    """A finite number above 0; None where the field is blank."""
+def _number(values: dict[str, str], column: str, where: str, most: int = LARGEST) -> float | None:
+    """A finite number above 0 that is not beyond `most`; None where the field is blank."""
     text = values[column].strip()
     if not text:
         return None
@@ -184,6 +190,8 @@ def _number(values: dict[str, str], column: str, where: str) -> float | None:
         raise KvbenchError(f"{where}: {column} is {text!r}, not a number") from None
     if not math.isfinite(number) or number <= 0:
         raise KvbenchError(f"{where}: {column} is {text}; give a finite number above 0")
+    if not SMALLEST <= number <= most:
+        raise KvbenchError(f"{where}: {column} is {text}; give a number from {SMALLEST:f} to {most:,}")
     return number
 
 
@@ -193,8 +201,8 @@ def _count(values: dict[str, str], column: str, where: str) -> int | None:
     if not re.fullmatch(r"[-+]?\d+(\.\d*)?", text):
         return None
     number = float(text)
-    if number < 1 or number != int(number):
-        raise KvbenchError(f"{where}: {column} is {text}; give a whole number above 0")
+    if not 1 <= number <= LARGEST or number != int(number):
+        raise KvbenchError(f"{where}: {column} is {text}; give a whole number above 0, at most {LARGEST:,}")
     return int(number)
 
 

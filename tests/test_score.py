@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.cli.app import main
 from kvbench.errors import KvbenchError
 from kvbench.planner.crossvalidate import FOLDS, corrected, cross_validate, lonely_cards, rate_fold
 from kvbench.planner.effects import PARAMETERS, effect_names, values_of
 from kvbench.planner.fit import Case, fit, objective, residuals
 from kvbench.planner.predict import Refused, lengths, look_up, metrics_of, parameters_of, sustained_per_s
-from kvbench.planner.published import COLUMNS, Configuration, Row, parse_rows, read_note
+from kvbench.planner.published import COLUMNS, Configuration, Row, parse_rows, read_note, read_rows
 from kvbench.planner.residuals import fit_residuals
 from kvbench.planner.score import Outcome, look_at, refusals, score, summarise
 from kvbench.planner.shipped import shipped
@@ -76,6 +77,10 @@ def test_a_row_is_read_whole() -> None:
         ({"load_kind": "burst"}, "load_kind is 'burst'; known are rate, closed, offline, batch, other"),
         ({"load_value": ""}, "load_kind rate needs a load_value"),
         ({"load_value": "inf"}, "load_value is inf"),
+        ({"load_value": "1e300"}, "load_value is 1e300; give a number from 0.000001 to 1,000,000,000"),
+        ({"value": "1e-308"}, "value is 1e-308; give a number from"),
+        ({"input_tokens_mean": "1e7"}, "input_tokens_mean is 1e7; give a number from 0.000001 to 1,000,000"),
+        ({"num_requests": "9" * 400}, "give a whole number above 0, at most 1,000,000,000"),
         ({"tp": "0"}, "tp is 0; give a whole number above 0"),
         ({"tp": "1.5"}, "tp is 1.5; give a whole number above 0"),
         ({"output_tokens_mean": "0"}, "output_tokens_mean is 0"),
@@ -88,8 +93,6 @@ def test_a_faulty_row_is_one_line(change: dict[str, str], says: str) -> None:
 
 
 def test_a_faulty_file_is_one_line(tmp_path: Path) -> None:
-    from kvbench.planner.published import read_rows
-
     with pytest.raises(KvbenchError, match="cannot read"):
         read_rows(tmp_path / "none.csv")
     with pytest.raises(KvbenchError, match="lacks the column gpu_id"):
@@ -98,6 +101,8 @@ def test_a_faulty_file_is_one_line(tmp_path: Path) -> None:
         parse_rows(io.StringIO(",".join(COLUMNS) + "\n"), "mine.csv")
     with pytest.raises(KvbenchError, match="line 2: the number of fields"):
         parse_rows(io.StringIO(",".join(COLUMNS) + "\na,b\n"), "mine.csv")
+    with pytest.raises(KvbenchError, match="has the column tp twice"):
+        parse_rows(io.StringIO(text_of({}).replace("gpu_id,shape", "gpu_id,shape,tp")), "mine.csv")
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(KvbenchError, match="not UTF-8"):
         read_rows(tmp_path / "bytes.csv")
@@ -108,6 +113,27 @@ def test_notes_tell_how_the_engine_was_started() -> None:
     assert (told.batched_tokens, told.sequences, told.memory_share, told.requests) == (8192, 128, 0.95, 300)
     assert read_note("max_num_tokens=16384").batched_tokens == 16384
     assert read_note("") == read_note("nothing said")
+    assert read_note(f"max_num_seqs={'9' * 5000}").sequences == 10**9
+
+
+def test_a_file_may_begin_with_the_mark_of_a_spreadsheet(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("\ufeff" + text_of({}), encoding="utf-8")
+    assert read_rows(tmp_path / "mine.csv") == rows_of({})
+
+
+def test_nothing_is_written_over_what_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, page = tmp_path / "mine.csv", tmp_path / "page.md"
+    file.write_text(text_of({}))
+    page.write_bytes(b"\xff")
+    for option in ("--rows", "--split", "--report"):
+        with pytest.raises(SystemExit) as ended:
+            main(["score", str(file), option, str(file)])
+        assert ended.value.code == 2
+        assert f"{option} {file} is the file that is scored" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["score", str(file), "--report", str(page)])
+    assert "is not UTF-8 text; name a Markdown file" in capsys.readouterr().err
+    assert file.read_text() == text_of({}) and page.read_bytes() == b"\xff"
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from kvbench.metrics.records import StepRecord
     from kvbench.metrics.store import RunFolder
-    from kvbench.planner.calibrate import Calibration, Observed, Rates
+    from kvbench.planner.calibrate import Calibration, Rates
 
 Group = tuple[str, str, str, str]
 """Device, model, dtype and backend: what one set of coefficients can hold for."""
+
+Steps = dict[Group, dict[str, "list[StepRecord]"]]
+"""Of each group and configuration."""
 
 
 def calibrate(
@@ -36,31 +40,30 @@ def calibrate(
     from kvbench.errors import KvbenchError
     from kvbench.metrics.store import RunFolder
     from kvbench.planner.calibrate import calibrate as fit
+    from kvbench.planner.calibrate import observe
     from kvbench.workloads.options import choice
 
     output_format = choice(output_format, ("table", "json"), "--format")
-    groups: dict[Group, list[Observed]] = {}
+    steps: Steps = {}
     facts: dict[Group, dict[str, Any]] = {}
-    for path in runs:
-        _gather(RunFolder.open(path), groups, facts)
-    if not groups:
+    for path in dict.fromkeys(path.resolve() for path in runs):
+        _gather(RunFolder.open(path), steps, facts)
+    if not steps:
         raise KvbenchError("none of these runs has measured steps; name runs that `kvbench sweep` made on a device")
     results = []
-    for group, observed in groups.items():
-        found = fit(observed)
+    for group, configurations in steps.items():
+        found = fit([observe(configuration, rows) for configuration, rows in configurations.items()])
         results.append(_facts(group, found, _rates(facts[group]) if microbenchmark else None, facts[group]["model"]))
     sys.stdout.write(
         json.dumps(results, indent=1, allow_nan=False) + "\n" if output_format == "json" else _text(results)
     )
 
 
-def _gather(folder: RunFolder, groups: dict[Group, list[Observed]], facts: dict[Group, dict[str, Any]]) -> None:
-    """The measured steps of a run by group and, within it, by configuration: repeats of one cell together."""
-    from kvbench.planner.calibrate import observe
-
+def _gather(folder: RunFolder, steps: Steps, facts: dict[Group, dict[str, Any]]) -> None:
+    """Adds the measured steps of a run by group and, within it, by configuration: repeats of one cell together, those
+    of other runs too, so that none is predicted from a repeat of itself."""
     manifest = folder.manifest
     model, device = manifest.get("model") or {}, manifest.get("device") or {}
-    steps: dict[tuple[Group, str], list[Any]] = {}
     for row in folder.rows():
         cell = str(row["cell"])
         if row.get("evidence") != "measured" or row.get("status") != "ok" or not folder.has_run(cell):
@@ -69,10 +72,8 @@ def _gather(folder: RunFolder, groups: dict[Group, list[Observed]], facts: dict[
         if run.remote:
             continue
         group = (str(device.get("name")), str(model.get("name")), str(model.get("dtype")), str(row["backend"]))
-        steps.setdefault((group, re.sub(r"-r\d+$", "", cell)), []).extend(run.steps)
+        steps.setdefault(group, {}).setdefault(re.sub(r"-r\d+$", "", cell), []).extend(run.steps)
         facts.setdefault(group, {"model": model, "device": device})
-    for (group, configuration), rows in steps.items():
-        groups.setdefault(group, []).append(observe(configuration, rows))
 
 
 def _rates(facts: dict[str, Any]) -> Rates | None:

@@ -43,6 +43,8 @@ def replay(
 
     output_format = choice(output_format, FORMATS, "--format")
     folder = RunFolder.open(run or latest("runs"))
+    if lacks := [name for name in ("config", "kv", "effective") if not isinstance(folder.manifest.get(name), dict)]:
+        raise KvbenchError(f"{folder.path / 'run.json'} is malformed: it lacks {lacks[0]}; name another run")
     config = SweepConfig.of(folder.manifest["config"])
     rows = {row["cell"]: row for row in folder.rows() if folder.has_run(row["cell"])}
     if unknown := [name for name in cell or () if name not in rows]:

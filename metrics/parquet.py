@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from kvbench.errors import KvbenchError
 from kvbench.metrics.memory import split
 from kvbench.metrics.records import Hold, RequestRecord, Run, SampleRecord, StepRecord
 
@@ -77,13 +78,20 @@ def _steps(run: Run) -> pa.Table:
 
 
 def read_rows(folder: Path, name: str, kind: type[Row]) -> list[Row]:
-    """The rows of `name`.parquet; columns beside the record's own are left out, and what is null is as by default."""
+    """The rows of `name`.parquet; columns beside the record's own are left out, and what is null is as by default.
+    KvbenchError where the file is damaged."""
     import pyarrow.parquet as pq
 
-    table = pq.read_table(folder / f"{name}.parquet")
-    own = [field.name for field in fields(kind) if field.name in table.column_names]
-    rows = table.select(own).to_pylist()
-    return [kind(**{name: value for name, value in row.items() if value is not None}) for row in rows]
+    path = folder / f"{name}.parquet"
+    try:
+        table = pq.read_table(path)
+        own = [field.name for field in fields(kind) if field.name in table.column_names]
+        rows = table.select(own).to_pylist()
+        return [kind(**{name: value for name, value in row.items() if value is not None}) for row in rows]
+    except (OSError, ValueError, TypeError) as error:  # not there, no Parquet, columns that are missing
+        raise KvbenchError(
+            f"{path} is damaged or gone ({type(error).__name__}); delete {folder} and --resume the run"
+        ) from error
 
 
 def _table(kind: type[Row], rows: Sequence[object]) -> pa.Table:

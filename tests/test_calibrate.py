@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,5 +98,17 @@ def test_the_command(tmp_path: Path) -> None:
     }
     shown = subprocess.run([*kvbench, "calibrate", str(run)], check=True, capture_output=True, text=True).stdout
     assert "condition number" in shown and "GB/s" in shown
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    runs = [str(run), str(again), str(run)]
+    done = subprocess.run(
+        [*kvbench, "calibrate", *runs, "--no-microbenchmark", "--format", "json"], check=True, capture_output=True
+    )
+    [both] = json.loads(done.stdout)  # a configuration is never predicted from its like in another run
+    assert both["steps"] == 2 * found["steps"] and len(both["held_out"]) == len(found["held_out"])
+    damaged = next(again.glob("cells/*/steps.parquet"))
+    damaged.write_bytes(b"x")
+    none = subprocess.run([*kvbench, "calibrate", str(again)], capture_output=True, text=True, check=False)
+    assert none.returncode == 2 and none.stderr.count("\n") == 1 and f"{damaged} is damaged or gone" in none.stderr
     none = subprocess.run([*kvbench, "calibrate", str(tmp_path / "none")], capture_output=True, text=True, check=False)
     assert none.returncode == 2 and none.stderr.count("\n") == 1

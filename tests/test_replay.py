@@ -218,6 +218,18 @@ def test_what_cannot_be_replayed_says_so(capsys: pytest.CaptureFixture[str]) -> 
     sweep(*LENGTHS, *few, "--reserve", "oracle", "--request-timeout", "0.001ms", code=1)
     call("replay", "out", code=1)
     assert "oracle went by the lengths of 8 answers that were never whole" in capsys.readouterr().out
+    steps = next(Path("out/cells").glob("*/steps.parquet"))
+    for damage in (b"", b"PAR1", steps.with_name("holds.parquet").read_bytes(), None):
+        if damage is None:
+            steps.unlink()
+        else:
+            steps.write_bytes(damage)
+        call("replay", "out", code=2)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{steps} is damaged or gone (" in line
+    Path("out/run.json").write_text('{"schema_version": 1, "config": {}, "effective": {}}')
+    call("replay", "out", code=2)
+    assert "is malformed: it lacks kv; name another run" in capsys.readouterr().err
 
 
 def test_a_tape_that_is_over_says_so() -> None:

@@ -5,7 +5,8 @@ the network), serves SmolLM2-135M with it, and
 
 1. runs one sweep over both backends and the server, which gives one table and one report, and holds the tokens of the
    server's cells against the server's own counters;
-2. runs pairs of `kvbench sweep` and `vllm bench serve` in turns, on the same workload, and prints their ratios.
+2. runs pairs of `kvbench sweep` and `vllm bench serve` on the same workload and prints their ratios. In a pair each
+   comes twice, one side before and behind the other.
 
 Exits 1 where totals or ratios are further apart than they may be.
 
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -46,6 +47,7 @@ main()
 """
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
+Side = Callable[[str, str, Path, int, int, int], dict[str, float]]
 MAY_DIFFER = {"output tokens/s": 0.05, "TPOT mean ms": 0.05, "TTFT mean ms": 0.10}
 
 
@@ -135,8 +137,11 @@ def totals_agree(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def ours(model: str, url: str, folder: Path, seed: int, users: int, prompts: int) -> dict[str, float]:
+    from kvbench.metrics.summary import of_total
+
     load = ["--concurrency", str(users), "--num-prompts", str(prompts), "--repeats", "1", "--seed", str(seed)]
-    (row,) = sweep(model, url, folder / f"ours-{seed}", "--backend", "server", "--format", "csv", *load)
+    (cell,) = sweep(model, url, folder / f"ours-{seed}", "--backend", "server", "--format", "csv", *load)
+    row = of_total(cell)  # theirs knows no steady window: it counts the opening and the end too
     return {
         "output tokens/s": row["output_tokens_per_s"],
         "TPOT mean ms": row["tpot_mean_s"] * 1e3,
@@ -148,7 +153,7 @@ def theirs(model: str, url: str, folder: Path, seed: int, users: int, prompts: i
     options = ["--backend", "openai", "--base-url", url, "--model", model, "--dataset-name", "random", "--ignore-eos"]
     options += ["--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--num-prompts", str(prompts)]
     options += ["--random-range-ratio", str(SPREAD), "--max-concurrency", str(users), "--seed", str(seed)]
-    options += ["--temperature", "0", "--save-result", "--result-dir", str(folder)]
+    options += ["--num-warmups", "4", "--temperature", "0", "--save-result", "--result-dir", str(folder)]
     options += ["--result-filename", f"theirs-{seed}.json"]
     done = subprocess.run(
         vllm("bench", "serve", *options), capture_output=True, text=True, check=False, env=os.environ | SETTINGS
@@ -161,6 +166,11 @@ def theirs(model: str, url: str, folder: Path, seed: int, users: int, prompts: i
         "TPOT mean ms": found["mean_tpot_ms"],
         "TTFT mean ms": found["mean_ttft_ms"],
     }
+
+
+def mean(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each number over runs of one side."""
+    return {name: sum(run[name] for run in runs) / len(runs) for name in runs[0]}
 
 
 def compare(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> bool:
@@ -191,10 +201,11 @@ def main() -> None:
         agree = totals_agree(sweep(model, url, folder / "sweep", *load))
         pairs = []
         for seed in range(asked.pairs):
-            measured = {}
-            for side in (ours, theirs) if seed % 2 == 0 else (theirs, ours):
-                measured[side] = side(model, url, folder, 100 + seed, asked.users, asked.prompts)
-            pairs.append((measured[ours], measured[theirs]))
+            first, second = (ours, theirs) if seed % 2 == 0 else (theirs, ours)
+            runs: dict[Side, list[dict[str, float]]] = {ours: [], theirs: []}
+            for number, side in enumerate((first, second, second, first)):  # who comes second is faster, whoever it is
+                runs[side].append(side(model, url, folder, 100 + 4 * seed + number, asked.users, asked.prompts))
+            pairs.append((mean(runs[ours]), mean(runs[theirs])))
         near = compare(pairs)
     print(f"peers: totals {'agree' if agree else 'DIFFER'}, pairs are {'near' if near else 'NOT near'}")
     raise SystemExit(0 if agree and near else 1)

@@ -145,13 +145,19 @@ class Engine:
             ticket = self.executor.launch(plan.batch(len(self.steps)), now_s)
             self._flight = (ticket, plan, now_s)
             self._stalls = 0
-            if until_s > now_s and self._foresight is not None and (steps := self.scheduler.quiet(plan)) > 1:
-                assert ticket.done_s is not None, "who foresees knows when a batch is done"
-                until_s = min(until_s, self._deadlines[0][0] if self._deadlines else math.inf)
-                ticket.later_s = self._foresight.ahead(ticket.batch, ticket.done_s, steps - 1, until_s)
+            if until_s > now_s and not self._done:  # who ended is told first: somebody may come for it
+                self._foresee(ticket, plan, until_s)
         elif self.scheduler.waiting and not plan.hopeless:
             self._stalls += 1
             assert self._stalls < 3, "nothing runs although requests wait: the pool leaks rows"
+
+    def _foresee(self, ticket: Ticket, plan: Plan, until_s: float) -> None:
+        """Add the steps that follow the batch in one go, where its executor knows how long they take."""
+        if self._foresight is None or (steps := self.scheduler.quiet(plan)) == 1:
+            return
+        assert ticket.done_s is not None, "who foresees knows when a batch is done"
+        until_s = min(until_s, self._deadlines[0][0] if self._deadlines else math.inf)
+        ticket.later_s = self._foresight.ahead(ticket.batch, ticket.done_s, steps - 1, until_s)
 
     def collect(self) -> float | None:
         """Wait for the batch in flight. Returns its predicted end on virtual time, None on a real device."""

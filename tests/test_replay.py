@@ -3,10 +3,8 @@ digit, for both backends, with preemptions, hits, swaps and aborts; and another 
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,17 +29,12 @@ BOTH = ("--reserve", "max,declared", "--preemption", "recompute,swap", "--prefix
 CLOSED = (*LENGTHS, *BOTH, "--concurrency", "10", "--num-prompts", "40", "--prefix-len", "20")
 
 
+pytestmark = pytest.mark.usefixtures("what_is_loaded_stays")
+
+
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _what_is_loaded_stays() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def chunks(batch: Batch) -> Chunks:

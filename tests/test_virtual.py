@@ -4,13 +4,11 @@ everywhere that it was simulated, and refuses what cannot be."""
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +30,12 @@ SHORT = (*CARD, "--input-len", "60", "--output-len", "20", "--repeats", "1")
 GRID = (*SHORT, "--concurrency", "4,16", "--range-ratio", "0.5", "--repeats", "2")
 
 
+pytestmark = pytest.mark.usefixtures("what_is_loaded_stays")
+
+
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _what_is_loaded_stays() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def call(*args: str, code: int = 0) -> None:

@@ -252,6 +252,7 @@ def _said(row: dict[str, Any], run: Run | None) -> str:
         return f"{row['status']}: {row['reason']}"
     if (speed := row["output_tokens_per_s"]) is None:
         return "ok"
+    slowed = f", slowed down: {row['throttle_reasons']}" if row.get("throttled") else ""
     together = f", {row['peak_running']} at once" if row["peak_running"] is not None else ""
     computed = f", {run.end_s:.1f} s simulated" if run and row["evidence"] == SIMULATED else ""
-    return f"{speed:.0f} out tok/s{together}{computed}"
+    return f"{speed:.0f} out tok/s{together}{computed}{slowed}"

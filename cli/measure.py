@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict
 
 from kvbench.cli.job import Job
@@ -27,9 +28,10 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
     numbers: Row = {}
     load, timeout_s = job.load(cell), job.config.cell_timeout_s or math.inf
     local = cell.variant.backend != SERVER
-    footprint = job.machine.footprint() if local else None
+    footprint, telemetry = (job.machine.footprint(), job.machine.telemetry()) if local else (None, None)
     try:
-        run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
+        with telemetry or nullcontext():
+            run = job.stack.run(cell.variant, load, watch, timeout_s=timeout_s)
         price = job.price.usd_per_hour if job.price and local else None  # it is that of this device
         cards = job.machine.tp if local else 1
         numbers = dict(summarise(run, load=cell.load, slos=job.config.slos, price_usd_per_hour=price, cards=cards))
@@ -48,6 +50,8 @@ def measure(job: Job, cell: Cell, watch: Watch | None = None) -> tuple[Row, Run 
         numbers["turns_not_asked"] = load.unasked
     memory: Row = _memory_bytes(job, cell.variant) if local else {}
     memory |= {} if footprint is None else footprint.read()  # what is held now is held without the cell
+    if telemetry is not None:
+        memory |= telemetry.read(numbers.get("output_tokens_total"))
     return _leading(job, cell, status, reason) | numbers | memory, run
 
 

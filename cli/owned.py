@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvbench.engine.footprint import Footprint
     from kvbench.engine.interfaces import Allocator, Clock, Executor
     from kvbench.engine.model import BoundModel
+    from kvbench.engine.telemetry import Telemetry
 
 SWAP_BYTES, SWAP_SHARE = 4 * 2**30, 0.25
 """Without a word from the user rows are swapped to so much host memory, but to no more than this share of what is
@@ -188,6 +189,13 @@ class Owned:
         from kvbench.engine.footprint import Footprint
 
         return Footprint(self.device.torch)
+
+    def telemetry(self) -> Telemetry | None:
+        """Watches the device while a cell runs on it; None where nothing can be read."""
+        from kvbench.engine.telemetry import Telemetry, gauge_of
+
+        gauge = gauge_of(self.device.torch, self.device.uuid)
+        return None if gauge is None else Telemetry(gauge)
 
     def release(self) -> None:
         """Hand freed device memory back, so that the next cell finds what this one found. After an exception only once

@@ -157,6 +157,9 @@ class Virtual:
     def footprint(self) -> None:
         """This machine's memory tells nothing of a card's."""
 
+    def telemetry(self) -> None:
+        """A card that is computed draws no power and gets no warmer."""
+
     def release(self) -> None:
         """There is nothing to hand back."""
 

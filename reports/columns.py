@@ -61,6 +61,10 @@ def _peak(column: str) -> Callable[[Group], Interval]:
     return lambda group: _known(max(group.values(column), default=None))
 
 
+def _least(column: str) -> Callable[[Group], Interval]:
+    return lambda group: _known(min(group.values(column), default=None))
+
+
 def _share(key: str, head: str, drop: int = 0) -> Column:
     return Column(key, head, _mean(key), 1, 100, drop=drop)
 
@@ -120,6 +124,16 @@ DEVICE = (
     _mebibytes("host_rss_bytes_peak", "process MiB"),
 )
 """What stands beside the pool: bytes, each the largest of the repeats."""
+ENERGY = (
+    Column("joules_per_output_token", "J/out tok", _mean("joules_per_output_token"), 3, spread=True),
+    Column("power_mean_w", "mean W", _mean("power_mean_w"), 1),
+    Column("power_peak_w", "peak W", _peak("power_peak_w"), 1, counted=True),
+    Column("clock_mean_hz", "mean clock MHz", _mean("clock_mean_hz"), 0, 1e-6),
+    Column("clock_min_hz", "lowest clock MHz", _least("clock_min_hz"), 0, 1e-6, counted=True),
+    Column("temperature_peak_c", "hottest °C", _peak("temperature_peak_c"), 0, counted=True),
+    Column("throttled", "slowed cells", _sum("throttled"), counted=True),
+)
+"""How the device fared."""
 
 
 def answer_columns(results: Results) -> tuple[Column, ...]:
@@ -149,9 +163,15 @@ def device_columns(results: Results) -> tuple[Column, ...]:
     return _known_to(results, tuple(column for column in DEVICE if swaps or column.key != "swap_space_bytes"))
 
 
+def energy_columns(results: Results) -> tuple[Column, ...]:
+    """As much as the device tells; a clock alone, which a virtual machine may make up, says nothing."""
+    found = _known_to(results, ENERGY)
+    return found if any("clock" not in column.key for column in found) else ()
+
+
 def all_columns(results: Results) -> tuple[Column, ...]:
     """For those who read by name: each column once, those about memory whether anything is known or not."""
-    return tuple({column.key: column for column in (*answer_columns(results), *POOL, *DEVICE)}.values())
+    return tuple({column.key: column for column in (*answer_columns(results), *POOL, *DEVICE, *ENERGY)}.values())
 
 
 def _caching(results: Results) -> bool:

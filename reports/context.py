@@ -189,7 +189,7 @@ def checks(folder: RunFolder, results: Results) -> list[Check]:
     found += server_checks(folder.manifest, results)
     if results.ok:
         found += [_requests(results), *_held(results), *_rates(results), *_tail(results)]
-        found += _beyond(results)
+        found += _beyond(results) + _slowed(results)
         found += [*_objectives(folder.manifest, results), _repeats(results), *_until(folder.manifest)]
         found += [*_spread(results), *_windows(results)]
     return found
@@ -248,6 +248,16 @@ def _beyond(results: Results) -> list[Check]:
             name = f"{results.name(group.variant)} at {group.load}"
             far.append(f"{name} with {words}: {number(low)} to {number(high)} out tok/s rather than one number")
     return [Check(WARNING, f"beyond what step times were fitted to: {listing(far)}")] if far else []
+
+
+def _slowed(results: Results) -> list[Check]:
+    """Where a device was slower than it should be while it was measured."""
+    slowed = [row for row in results.ok if row.get("throttled")]
+    if not slowed:
+        return []
+    why = listing(sorted({str(row["throttle_reasons"]) for row in slowed})[:3])
+    text = f"the device slowed down in {len(slowed)} of {count(len(results.ok), 'cell')}: {why} of the time"
+    return [Check(WARNING, f"{text}; cool it or run again")]
 
 
 def _held(results: Results) -> list[Check]:

@@ -28,6 +28,10 @@ SHOWN_WITH = {
     "swap space": "swap_space_bytes",
     "torch's figures": "device_reserved_bytes_peak",
     "process": "host_rss_bytes_peak",
+    "J/out tok": "joules_per_output_token",
+    "mean and peak W": "power_peak_w",
+    "clock, °C": "temperature_peak_c",
+    "slowed cells": "throttled",
 }
 """The terms that not every run has, each with what brings it, mostly a column."""
 
@@ -155,6 +159,18 @@ DEFINITIONS = (
         "process",
         "The most memory that the whole process had resident within a cell (VmHWM, started anew for each), weights and "
         "libraries included: the largest of the repeats.",
+    ),
+    (
+        "J/out tok",
+        "Energy of the device from the start of a cell to its end, prompts and idle moments included, ÷ its output "
+        "tokens. Of a GPU the whole board's, of a CPU that of its packages, with all that else ran on them.",
+    ),
+    ("mean and peak W", "Energy of a cell ÷ its seconds; the most that was seen, looking once a second."),
+    ("clock, °C", "Of the GPU's multiprocessors or the CPU's cores, and the hottest sensor, looking once a second."),
+    (
+        "slowed cells",
+        "Cells in which the device was slower than it should be: for heat, a power brake or its hardware's own alarm. "
+        "A GPU at its power limit is as fast as it may be and is not counted.",
     ),
     ("$/1M out", "Price per device-hour ÷ (out tok/s × 3600) × 10⁶."),
     ("repeat", "An independent run with its own seed; every variant gets the same requests under the same seed."),

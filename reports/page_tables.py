@@ -8,7 +8,7 @@ from kvbench.reports.columns import answer_columns
 from kvbench.reports.contests import LEVEL, Contest, contests, focus, pairs
 from kvbench.reports.figure import looks
 from kvbench.reports.groups import OK, Group, Results, Row
-from kvbench.reports.tables import Table, device_table, pool_table, summary
+from kvbench.reports.tables import Table, device_table, energy_table, pool_table, summary
 from kvbench.reports.words import DASH, number, percent, ratio_decimals, ratio_end, sentence_case
 
 
@@ -96,7 +96,8 @@ def variant_tables(results: Results) -> list[Grid]:
 
 def memory_tables(results: Results) -> list[Grid]:
     """Where the rows of the pool were, and the device's own figures beside it: as much as is known."""
-    return [_grid(results, table) for table in (pool_table(results), device_table(results)) if table]
+    tables = (pool_table(results), device_table(results), energy_table(results))
+    return [_grid(results, table) for table in tables if table]
 
 
 def _grid(results: Results, table: Table) -> Grid:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvbench.reports.columns import Column, all_columns, answer_columns, device_columns, pool_columns
+from kvbench.reports.columns import Column, all_columns, answer_columns, device_columns, energy_columns, pool_columns
 from kvbench.reports.groups import Group, Results, Variant
 from kvbench.reports.servers import remote
 from kvbench.reports.words import plain, sentence_case
@@ -71,6 +71,11 @@ def device_table(results: Results) -> Table | None:
     return _of_all("Beside the pool, in MiB at the peak", results, device_columns(results))
 
 
+def energy_table(results: Results) -> Table | None:
+    """Energy, power, clocks and heat; None where the device tells of none."""
+    return _of_all("How the device fared", results, energy_columns(results))
+
+
 def _of_all(title: str, results: Results, columns: tuple[Column, ...]) -> Table | None:
     places = _places(results)
     groups = [group for group in results.groups if not remote(group)]
@@ -98,9 +103,10 @@ def render(results: Results, fmt: str = "table", width: int = 80) -> str:
         return to_csv(records(results))
     if fmt == "json":
         return json.dumps(records(results), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    tables, pool, device = summary(results), pool_table(results), device_table(results)
+    tables, pool = summary(results), pool_table(results)
     if fmt == "markdown":
-        return "\n".join(_markdown(table) for table in (*tables, pool, device) if table)
+        beside = (device_table(results), energy_table(results))
+        return "\n".join(_markdown(table) for table in (*tables, pool, *beside) if table)
     return "\n".join(_text(alike, width) for alike in (tables, [pool] if pool else []) if alike)
 
 

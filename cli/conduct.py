@@ -28,7 +28,8 @@ from kvbench.cli.manifest import (
 )
 from kvbench.cli.resume import Continuation, take_up
 from kvbench.cli.stack import SERVER
-from kvbench.engine.environment import cpu_in_use, find_device, unusable_gpu, versions
+from kvbench.engine.diagnosis import BUSY, unusable_gpu
+from kvbench.engine.environment import cpu_in_use, find_device, versions
 from kvbench.errors import KvbenchError
 from kvbench.metrics.records import SIMULATED, Run
 from kvbench.metrics.store import RunFolder, refuse_used
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from kvbench.workloads.grid import Cell
 
 INTERRUPTED = 130
-BUSY = 0.2
-"""Beyond this share of the CPU, what others do decides what is measured: threads wait for each other at every step."""
 
 
 def conduct(
@@ -160,6 +159,8 @@ def _prepared(config: SweepConfig, say: Console) -> Job:
         if lost:
             say.print(f"kvbench: {lost}; measuring the CPU", style="bold red", markup=False)
         job = prepare(config)
+    if present := job.machine.others():
+        say.print(f"kvbench: {job.machine.name} is also used by {present}", style="bold red", markup=False)
     if others > BUSY:
         line = f"kvbench: other programs use {others:.0%} of this CPU: times will be longer and vary, ratios too"
         say.print(line, style="bold red", markup=False, soft_wrap=True)

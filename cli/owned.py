@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -196,6 +197,15 @@ class Owned:
 
         gauge = gauge_of(self.device.torch, self.device.uuid)
         return None if gauge is None else Telemetry(gauge)
+
+    def others(self) -> str:
+        """Who else uses the GPU, as far as the driver tells."""
+        if self.device.uuid is None:
+            return ""
+        from kvbench.engine.diagnosis import told
+        from kvbench.engine.nvml import others_on
+
+        return told(others_on(self.device.uuid, os.getpid()))
 
     def release(self) -> None:
         """Hand freed device memory back, so that the next cell finds what this one found. After an exception only once

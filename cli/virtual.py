@@ -160,6 +160,10 @@ class Virtual:
     def telemetry(self) -> None:
         """A card that is computed draws no power and gets no warmer."""
 
+    def others(self) -> str:
+        """Nobody uses a card that is computed."""
+        return ""
+
     def release(self) -> None:
         """There is nothing to hand back."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvbench
+from kvbench.engine.nvml import driver_version
 from kvbench.errors import KvbenchError
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def find_device(wanted: str | None) -> Device:
     if name != "cuda" or (index and not index.isdigit()):
         raise KvbenchError(f"unknown --device {wanted!r}; use cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
+        from kvbench.engine.diagnosis import unusable_gpu
+
         raise KvbenchError(f"--device {wanted}: torch {torch.__version__} sees no GPU; {unusable_gpu() or 'use cpu'}")
     number = int(index or 0)
     if number >= torch.cuda.device_count():
@@ -74,7 +77,7 @@ def find_device(wanted: str | None) -> Device:
         memory_bytes=found.total_memory,
         bf16=major >= 8,
         fp16=True,
-        driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        driver=driver_version(),
         uuid=str(getattr(found, "uuid", "")) or None,
     )
 
@@ -103,18 +106,6 @@ def _cpu_info(key: str) -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), None)
-
-
-def unusable_gpu() -> str | None:
-    """A GPU that the driver shows but torch cannot use, and what to do about it; None where there is none."""
-    import torch
-
-    if torch.cuda.is_available() or (shown := _first_line("nvidia-smi", "-L")) is None:
-        return None
-    card = shown.split(" (UUID")[0]
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"the driver shows {card}, but torch {torch.__version__} is a CPU build: install a CUDA build of torch"
-    return f"the driver shows {card}, but torch {torch.__version__} cannot use it: update the driver (nvidia-smi)"
 
 
 def versions() -> dict[str, str | None]:

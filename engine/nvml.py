@@ -64,6 +64,12 @@ def find_driver() -> Driver | str:
     )
 
 
+def driver_version() -> str | None:
+    """The driver's version; None where it cannot be asked."""
+    library = _library()
+    return None if isinstance(library, str) else _ask(library.nvmlSystemGetDriverVersion)
+
+
 def handle_of(uuid: str) -> Any | None:
     """NVML's handle of the card that torch knows by this UUID; None where the driver cannot be asked."""
     library = _library()

@@ -190,8 +190,12 @@ class CpuGauge:
 
 def rapl_domains(powercap: Path = _POWERCAP) -> list[Path]:
     """One folder a CPU package, of those that may be read; their parts would count twice."""
-    found = sorted(powercap.glob("intel-rapl:*"))
-    return [path for path in found if path.name.count(":") == 1 and _number(path / "energy_uj") is not None]
+    return [path for path in packages(powercap) if _number(path / "energy_uj") is not None]
+
+
+def packages(powercap: Path = _POWERCAP) -> list[Path]:
+    """The CPU packages that RAPL knows, readable or not."""
+    return [path for path in sorted(powercap.glob("intel-rapl:*")) if path.name.count(":") == 1]
 
 
 def _temperatures_c() -> list[float]:

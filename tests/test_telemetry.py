@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from fakes_nvml import FakeCard, FakeNvml
 
 from kvbench.cli.app import main
 from kvbench.engine.telemetry import CpuGauge, Reading, Telemetry, gauge_of, joules_per_output_token, summed_up
 from kvbench.metrics.store import RunFolder
-from tests.fakes_nvml import FakeCard, FakeNvml
 
 HEAT = ("heat",)
 

@@ -123,6 +123,7 @@ class Owned:
             max_model_len=max_model_len,
             config=self.hf_config,
         )
+        self._model.tune()
         self.load_s = time.perf_counter() - started_s
 
     @property
@@ -248,10 +249,10 @@ class Owned:
         return {
             "name": self.model_name,
             "family": model.config.model_type,
-            "parameters": sum(weight.numel() for weight in model.module.parameters()),
+            "parameters": model.parameters,
             "weights": self._weights(),
             "weights_bytes": model.nbytes,
-            "fingerprint": model.fingerprint(),
+            "fingerprint": model.fingerprint,
             "dtype": self.dtype,
             "kv_bytes_per_token": self.kv_bytes_per_token,
         }

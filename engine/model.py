@@ -9,19 +9,26 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvbench.engine.arena import KVShape
+from kvbench.engine.decoder import Decoder, is_of_the_kind
 from kvbench.engine.interfaces import Cache
+from kvbench.engine.linear import pack
 from kvbench.errors import KvbenchError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ATTENTION = "kvbench"
+
+PROBED, CLOSE = 24, 64
+"""A fused model is compared with its own code on so many tokens, and may differ by so many roundings of its largest
+logit: sums in another order, layer after layer."""
 
 FAMILIES = frozenset(
     "llama qwen2 qwen3 qwen3_moe mistral mixtral phi3 gemma gemma2 gemma3_text gpt_oss gpt2 opt gpt_neox olmo2 granite "
@@ -128,16 +135,41 @@ class BoundModel:
         weights = [*module.parameters()]
         self.device = weights[0].device
         self.dtype = weights[0].dtype
+        self.parameters = sum(weight.numel() for weight in weights)
         self.nbytes = sum(weight.nbytes for weight in weights)
-        self._probe()
+        self.fingerprint = _fingerprint(module)
+        self._decoder: Decoder | None = None
+        self._asked = self._probe()
 
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
     @torch.inference_mode()
+    def tune(self) -> None:
+        """Make the forward pass fast for good: fused where the model is of a kind whose fused logits are those of its
+        own code, weights packed for the matrix library either way. Its module loses the weights that are packed."""
+        if is_of_the_kind(self.module):
+            decoder = Decoder(self.module, self.kv.kv_heads, self.kv.head_dim, self._asked)
+            if self._agrees(decoder):
+                self.nbytes += decoder.fuse()
+                self._decoder = decoder
+                return
+        head: Any = getattr(self.module, "lm_head", None)
+        embedding: Any = cast("Any", self.module).get_input_embeddings()
+        tied = head is not None and head.weight is embedding.weight
+        self.nbytes += pack(self.module, embedding.weight if tied else None)
+
+    @property
+    def fused(self) -> bool:
+        """Whether `tune` found a faster way than the model's own code."""
+        return self._decoder is not None
+
+    @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, keep: Tensor, cache: Cache) -> Tensor:
         """Logits [len(keep), vocabulary] of the tokens at flat indices `keep`; `ids` and `positions` are [T]."""
+        if self._decoder is not None:
+            return self._decoder.forward(ids, positions, keep, cache)
         token = _active.set(cache)
         try:
             output = self.module(
@@ -148,17 +180,17 @@ class BoundModel:
         logits: Tensor = output.logits[0]
         return logits
 
-    def fingerprint(self) -> str:
-        """Changes with the weights: a digest of each one's name, shape and first 64 values."""
-        found = sha256()
-        for name, weight in self.module.named_parameters():
-            first = weight.detach().flatten()[:64].contiguous().cpu()
-            found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            found.update(first.view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
+    def _agrees(self, decoder: Decoder) -> bool:
+        """Whether a decoder gives the logits of the model's own code, as well as its number format can tell."""
+        ids = torch.arange(1, min(PROBED, self.vocab_size), device=self.device)
+        positions = torch.arange(len(ids), device=self.device)
+        own = self.forward(ids, positions, positions, Dense()).float()
+        found = decoder.forward(ids, positions, positions, Dense()).float()
+        return bool((found - own).abs().max() <= torch.finfo(self.dtype).eps * CLOSE * own.abs().max())
 
-    def _probe(self) -> None:
-        """One token through the model: every layer must ask for attention once, in order, in the shape expected."""
+    def _probe(self) -> list[dict[str, Any]]:
+        """One token through the model: every layer must ask for attention once, in order, in the shape expected.
+        Returns how each asks, in the words of `Cache.attend`."""
         probe = _Probe()
         started_s = time.perf_counter()
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -170,6 +202,37 @@ class BoundModel:
                 f"model type {self.config.model_type!r} cannot be measured: its layers do not each pass one set of "
                 f"keys and values of {self.kv.kv_heads} heads x {self.kv.head_dim} through the attention function"
             )
+        return probe.asked
+
+
+def _fingerprint(module: torch.nn.Module) -> str:
+    """Changes with the weights: a digest of each one's name, shape and first 64 values."""
+    found = sha256()
+    for name, weight in module.named_parameters():
+        first = weight.detach().flatten()[:64].contiguous().cpu()
+        found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        found.update(first.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class Dense:
+    """A Cache of one prompt that keeps nothing: causal attention over the tokens of the batch themselves."""
+
+    def begin(self, batch: object) -> None:
+        raise AssertionError("it serves no batch")
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, **_: Any
+    ) -> Tensor:
+        """Of q [T, Hq, D] over k and v [T, Hkv, D], without caps and sinks."""
+        place = torch.arange(len(q), device=q.device)
+        seen = place <= place.unsqueeze(1)
+        if window is not None:
+            seen &= place > place.unsqueeze(1) - window
+        out = scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        return out.transpose(0, 1)
 
 
 class _Probe:
@@ -177,10 +240,12 @@ class _Probe:
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, int]] = []
+        self.asked: list[dict[str, Any]] = []
 
     def begin(self, batch: object) -> None:
         raise AssertionError("a probe serves no batch")
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
         self.seen.append((layer, k.shape[1], k.shape[2]))
+        self.asked.append(how)
         return q

@@ -13,8 +13,8 @@ read in this order:
 5. `contiguous/slots.py`, `paged/blocks.py`   the two memory policies, host bookkeeping only;
                            `paged/prefix.py` and `holders.py`: what sequences share; `swap.py`: what makes room
 6. `contiguous/cache.py`, `paged/cache.py`    where a token's row lies in the arena both share
-7. `engine/model.py`, `engine/runner.py`      transformers' own model over our attention, on a device; its tokens are
-                           chosen in `engine/sampling.py`
+7. `engine/model.py`, `engine/runner.py`      transformers' own model over our attention, on a device, made fast in
+                           `engine/decoder.py` and `linear.py`; its tokens are chosen in `engine/sampling.py`
 8. `workloads/`            what is asked, and when; `workloads/client.py` puts it to a server instead
 9. `metrics/`              what was compared (points), observed (records), kept (store) and concluded (summary, stats)
 10. `cli/stack.py`         the one place that puts the parts together, over a device there is (`cli/owned.py`) or one

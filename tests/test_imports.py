@@ -32,6 +32,8 @@ HEAVY_FILES = {
     "engine/attention/layout.py",
     "engine/attention/reference.py",
     "engine/attention/torch_path.py",
+    "engine/decoder.py",
+    "engine/linear.py",
     "engine/model.py",
     "engine/runner.py",
     "engine/sampling.py",

@@ -22,10 +22,11 @@ test: $(VENV)/installed-dev model
 soak: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -m soak -s $(ARGS)
 
-# How much load the client of --target can make, and how fast the simulator is; benchmarks, no part of the tests.
+# How much load the client of --target can make, and how fast the simulator and the host of a step are; benchmarks, no part of the tests.
 bench: $(VENV)/installed
 	$(VENV)/bin/python tests/bench_client.py
 	$(VENV)/bin/python tests/bench_simulator.py
+	$(VENV)/bin/python tests/bench_host.py
 
 # A real vLLM server without a GPU beside both backends, and its own benchmark beside ours. Some gigabytes at first.
 peers: model

@@ -392,7 +392,7 @@ def test_a_cell_returns_its_memory_before_the_next_begins(broken: bool, monkeypa
             super().write(*args)
 
     monkeypatch.setattr("kvbench.engine.arena.Arena", Watched)
-    folder = sweep(*TINY, "--concurrency", "3", "--repeats", "2", "--num-warmups", "0")
+    folder = sweep(*TINY, "--attention", "torch", "--concurrency", "3", "--repeats", "2", "--num-warmups", "0")
     assert len(made) >= 4 and not alive
     assert [row["status"] for row in folder.rows()].count("failed") == (2 if broken else 0)
 

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import Arena
-from kvbench.engine.attention.torch_path import Span, Staging, attend, spans
+from kvbench.engine.attention.layout import Layout, PathMaker, contiguous
+from kvbench.engine.attention.torch_path import TorchPath
 from kvbench.engine.types import Batch
 
 
 class SlotCache:
     """Device half of the contiguous backend. `longest` is the most tokens a sequence may have."""
 
-    def __init__(self, arena: Arena, allocator: Slots, longest: int) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, allocator: Slots, longest: int, path: PathMaker = TorchPath) -> None:
+        self._device = arena.k[0].device
         self._allocator = allocator
-        self._staging = Staging(arena, longest)
-        self._spans: list[Span] = []
-        self._bases: dict[int, int] = {}
-        self._writes = torch.empty(0, dtype=torch.int64)
+        self._path = path(arena, longest)
+        self._layout: Layout | None = None
 
     def begin(self, batch: Batch) -> None:
-        self._spans = spans(batch)
-        self._bases = {chunk.sequence.id: self._allocator.base(chunk.sequence) for chunk in batch.chunks}
-        rows: list[int] = []
-        for chunk in batch.chunks:
-            base = self._bases[chunk.sequence.id]
-            rows.extend(range(base + chunk.start, base + chunk.end))
-        self._writes = torch.tensor(rows, device=self._arena.k[0].device)
+        self._layout = contiguous(batch, [*map(self._allocator.base, batch.sequences)], self._device)
 
     def attend(
         self,
@@ -43,10 +35,5 @@ class SlotCache:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        self._arena.write(layer, self._writes, k, v)
-
-        def rows(span: Span, skip: int) -> tuple[Tensor, Tensor]:
-            base = self._bases[span.sequence.id]
-            return self._staging.copy_rows(layer, base + skip, base + span.keys)
-
-        return attend(q, self._spans, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        assert self._layout is not None, "begin comes first"
+        return self._path.attend(self._layout, layer, q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)

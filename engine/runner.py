@@ -42,7 +42,7 @@ class ModelRunner:
     def _prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The host's part of a step: token ids [T], positions [T], and the indices [samples] to sample after."""
         ids = [sequence.tokens[-1] for sequence in batch.decodes]
-        positions = [sequence.computed for sequence in batch.decodes]
+        positions = [*batch.positions]
         keep = list(range(len(ids)))
         for chunk in batch.fresh:
             ids.extend(chunk.sequence.tokens[chunk.start : chunk.end])

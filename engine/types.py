@@ -149,7 +149,7 @@ class Batch:
     before anything else: all that go out, then the copies, then all that come in, each kind at once. The decodes read
     `context` keys and values in all, their own new ones among them."""
 
-    __slots__ = ("_chunks", "context", "decodes", "fresh", "moves", "step")
+    __slots__ = ("_chunks", "_positions", "context", "decodes", "fresh", "moves", "step")
 
     def __init__(
         self,
@@ -165,6 +165,19 @@ class Batch:
         self.decodes = tuple(decodes)
         self.context = context
         self._chunks: tuple[Chunk, ...] | None = None
+        self._positions: list[int] | None = None
+
+    @property
+    def positions(self) -> list[int]:
+        """Of each of the decodes, the position of the token it computes; made at the first look, as `chunks` are."""
+        if self._positions is None:
+            self._positions = [one.computed for one in self.decodes]
+        return self._positions
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that it computes something of, in order."""
+        return [*self.decodes, *(chunk.sequence for chunk in self.fresh)]
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:

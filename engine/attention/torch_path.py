@@ -8,7 +8,6 @@ fastest way for the contiguous backend too, and only the copy differs between th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,20 +15,76 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvbench.engine.arena import Arena
-from kvbench.engine.sequence import Sequence
-from kvbench.engine.types import Batch
+from kvbench.engine.attention.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One chunk of a batch: its `queries` tokens start at `first` in the flat batch and see `keys` tokens, the last of
-    which is the last query's own. `masks` keeps the masks built for it, by window: layers share them."""
+    """One sequence of a batch: its `queries` tokens start at `first` in the flat batch and see `keys` tokens, the last
+    of which is the last query's own. `masks` keeps the masks built for it, by window: layers share them."""
 
-    sequence: Sequence
+    number: int
     first: int
     queries: int
     keys: int
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+
+class TorchPath:
+    """A `layout.Path` for any device."""
+
+    def __init__(self, arena: Arena, longest: int) -> None:
+        self._arena = arena
+        self._staging = Staging(arena, longest)
+        self._layout: Layout | None = None
+        self._spans: list[Span] = []
+        self._bases: list[int] = []
+
+    def attend(
+        self,
+        layout: Layout,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if layout is not self._layout:
+            self._begin(layout)
+        self._arena.write(layer, layout.writes, k, v)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for span in self._spans:
+            skip = 0 if window is None else max(0, span.keys - span.queries + 1 - window)
+            k, v = self._rows(layout, layer, span, skip)
+            mine = slice(span.first, span.first + span.queries)
+            if softcap is None and sinks is None:
+                out[mine] = _fused(q[mine], k, v, span, skip, scale, window)
+            else:
+                out[mine] = _explicit(q[mine], k, v, span, skip, scale, window, softcap, sinks)
+        return out
+
+    def _begin(self, layout: Layout) -> None:
+        queries, keys = layout.queries.tolist(), layout.keys.tolist()
+        firsts = (layout.queries.cumsum() - layout.queries).tolist()
+        self._layout = layout
+        self._spans = [Span(number, *span) for number, span in enumerate(zip(firsts, queries, keys, strict=True))]
+        self._bases = [] if layout.bases is None else layout.bases.tolist()
+
+    def _rows(self, layout: Layout, layer: int, span: Span, skip: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [keys - skip, Hkv, D] of a span without its first `skip` positions."""
+        if layout.tables is None:
+            base = self._bases[span.number]
+            return self._staging.copy_rows(layer, base + skip, base + span.keys)
+        size = layout.block_size
+        first = skip // size
+        blocks = layout.tables[span.number, first : -(-span.keys // size)]
+        keys, values = self._staging.copy_blocks(layer, blocks, size)
+        mine = slice(skip - first * size, span.keys - first * size)
+        return keys[mine], values[mine]
 
 
 class Staging:
@@ -49,7 +104,7 @@ class Staging:
         return k, v
 
     def copy_blocks(self, layer: int, blocks: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """The rows of `blocks` (int64), each of `size` rows, in the order given."""
+        """The rows of `blocks`, each of `size` rows, in the order given."""
         whole = self._arena.rows // size * size
         found = []
         for arena, buffer in ((self._arena.k[layer], self._k), (self._arena.v[layer], self._v)):
@@ -57,42 +112,6 @@ class Staging:
             torch.index_select(arena[:whole].view(whole // size, -1), 0, blocks, out=staged.view(len(blocks), -1))
             found.append(staged)
         return found[0], found[1]
-
-
-Rows = Callable[[Span, int], tuple[Tensor, Tensor]]
-"""`rows(span, skip)`: keys and values [keys - skip, Hkv, D] of a span without its first `skip` positions."""
-
-
-def spans(batch: Batch) -> list[Span]:
-    """The batch's chunks as spans of the flat batch."""
-    found, first = [], 0
-    for chunk in batch.chunks:
-        found.append(Span(chunk.sequence, first, chunk.length, chunk.end))
-        first += chunk.length
-    return found
-
-
-def attend(
-    q: Tensor,
-    parts: list[Span],
-    rows: Rows,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Causal attention of q [T, Hq, D] over each span's own keys; [T, Hq, D] as in `interfaces.Cache.attend`."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for span in parts:
-        skip = 0 if window is None else max(0, span.keys - span.queries + 1 - window)
-        k, v = rows(span, skip)
-        mine = slice(span.first, span.first + span.queries)
-        if softcap is None and sinks is None:
-            out[mine] = _fused(q[mine], k, v, span, skip, scale, window)
-        else:
-            out[mine] = _explicit(q[mine], k, v, span, skip, scale, window, softcap, sinks)
-    return out
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:

@@ -18,7 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import KVShape
+from kvbench.engine.attention.layout import PathMaker
 from kvbench.engine.attention.reference import attention
+from kvbench.engine.attention.torch_path import TorchPath
 from kvbench.engine.sequence import Sequence
 from kvbench.engine.types import Batch, Chunk, Request
 from kvbench.paged.blocks import BlockPool
@@ -125,14 +127,17 @@ def sequence(number: int, length: int) -> Sequence:
 
 
 def served(
-    problem: Problem, allocator: Slots | BlockPool, chunks: tuple[int, ...], fill: float = math.nan
+    problem: Problem,
+    allocator: Slots | BlockPool,
+    chunks: tuple[int, ...],
+    fill: float = math.nan,
+    path: PathMaker = TorchPath,
 ) -> list[Tensor]:
     """Each sequence's output [L, Hq, D], computed in batches that give every unfinished sequence one chunk, `chunks`
     tokens long in turn. Layer 0 attends without a window, layer 1 as the problem says."""
     tensors = drawn(problem)
-    cache = cache_for(
-        allocator, arena_for(allocator, KVShape(2, problem.kv_heads, problem.dim), problem.dtype, fill=fill)
-    )
+    arena = arena_for(allocator, KVShape(2, problem.kv_heads, problem.dim), problem.dtype, fill=fill)
+    cache = cache_for(allocator, arena, path)
     sequences = [sequence(number, length) for number, length in enumerate(problem.lengths)]
     outputs: list[list[Tensor]] = [[] for _ in sequences]
     options = {"scale": problem.dim**-0.5, "softcap": problem.softcap, "sinks": tensors.sinks}

@@ -82,7 +82,7 @@ def _on_gpu(work: Callable[[], object], device: torch.device, before: Callable[[
     work()
     last.record(torch.cuda.current_stream(device))
     torch.cuda.synchronize(device)
-    return first.elapsed_time(last) / 1e3
+    return float(first.elapsed_time(last)) / 1e3
 
 
 def cache_flush(device: torch.device) -> Callable[[], object]:
@@ -94,11 +94,7 @@ def cache_flush(device: torch.device) -> Callable[[], object]:
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, repeats: int = 9) -> Ceilings:
     """The three ceilings, `dtype` being that of the matrices."""
     elements = _buffer_bytes(device) // 4
-    source = torch.ones(elements, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    read = timed(source.sum, device, repeats=repeats)
-    copy = timed(lambda: target.copy_(source), device, repeats=repeats)
-    del source, target
+    read, copy = _memory(elements, device, repeats)
     side = SIDE[device.type]
     product = Linear([torch.nn.Linear(side, side, bias=False, device=device, dtype=dtype)])  # as a model's own
     x = torch.randn(side, side, dtype=dtype, device=device)
@@ -110,6 +106,13 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, repeats: int =
         flops_per_s=2 * side**3 / multiply.median_s,
         timings={"read": read, "copy": copy, "multiply": multiply},
     )
+
+
+def _memory(elements: int, device: torch.device, repeats: int) -> tuple[Timing, Timing]:
+    """Reading so many 4-byte numbers, and copying them."""
+    source = torch.ones(elements, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return timed(source.sum, device, repeats=repeats), timed(lambda: target.copy_(source), device, repeats=repeats)
 
 
 def _buffer_bytes(device: torch.device) -> int:

@@ -1,9 +1,9 @@
 """The same job by kvbench's two backends and by transformers, side by side on this machine: `make bench`.
 
-The job: 32 requests at once of 128 random tokens, 64 answered, on a random Qwen2 of 40.5 million parameters (hidden 512,
-intermediate 1536, 8 layers, 8 query and 2 key heads, vocabulary 32,000, tied). Sides take turns, so that whatever else
-the machine does meets all of them. `--peers` adds vLLM's CPU build in its own virtual environment (`make peers` makes
-it), eager and compiled. Not a test: it asserts nothing and prints what it measured.
+The job: 32 requests at once of 128 random tokens, 64 answered, on a random Qwen2 of 40.5 million parameters (hidden
+512, intermediate 1536, 8 layers, 8 query and 2 key heads, vocabulary 32,000, tied). Sides take turns, so that whatever
+else the machine does meets all of them. `--peers` adds vLLM's CPU build in its own virtual environment (`make peers`
+makes it), eager and compiled. Not a test: it asserts nothing and prints what it measured.
 
     python tests/bench_step.py [--dtype float32,bfloat16] [--model NAME] [--repeats 5] [--peers]
 """
@@ -41,9 +41,18 @@ CPU = torch.device("cpu")
 REQUESTS, INPUT, OUTPUT, BLOCK = 32, 128, 64, 16
 TOKENS = REQUESTS * OUTPUT
 JOB = {
-    **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6},
-    **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8},
-    **{"num_key_value_heads": 2, "vocab_size": 32_000, "tie_word_embeddings": True, "max_position_embeddings": 4096},
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 32_000,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
 }
 
 Side = Callable[[], float]
@@ -218,8 +227,9 @@ def main() -> None:
         dtype = getattr(torch, dtype_name)
         ceilings = measure_ceilings(CPU, dtype)
         print(
-            f"{asked.model or 'bench-40m'} in {dtype_name}, {torch.get_num_threads()} threads, torch {torch.__version__}: "
-            f"this CPU reads {ceilings.read_bytes_per_s / 1e9:.0f} GB/s, multiplies {ceilings.flops_per_s / 1e9:.0f} GFLOP/s"
+            f"{asked.model or 'bench-40m'} in {dtype_name}, {torch.get_num_threads()} threads, "
+            f"torch {torch.__version__}: this CPU reads {ceilings.read_bytes_per_s / 1e9:.0f} GB/s, "
+            f"multiplies {ceilings.flops_per_s / 1e9:.0f} GFLOP/s"
         )
         source = find_source(model_name)
         model = load_model(source, weights="random", dtype=dtype, device=CPU, max_model_len=INPUT + OUTPUT)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import Arena, KVShape
 from kvbench.engine.attention import triton_path
-from kvbench.engine.attention.configuration import Target, configuration, segments
+from kvbench.engine.attention.configuration import Asked, Target, configuration, segments
 from kvbench.engine.attention.layout import Layout
 from kvbench.engine.attention.reference import attention
 from kvbench.engine.attention.triton_path import TritonPath
@@ -185,7 +185,7 @@ def test_a_configuration_fits_every_card_and_every_model(itemsize: int, decode: 
     for target in targets:
         for dim in (64, 80, 96, 112, 128, 192, 256):
             for group in (1, 3, 7, 8, 16, 32, 71):
-                found = configuration(dim, group, itemsize, target, decode=decode)
+                found = configuration(Asked(2 * group, 2, dim, itemsize, decode, paged=True), target)
                 assert found.queries(group) >= 1 and found.dim_pad >= dim
                 for size in (found.tile_m, found.tile_n, found.dim_pad):
                     assert size >= 16 and size & (size - 1) == 0

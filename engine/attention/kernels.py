@@ -1,12 +1,12 @@
 """Attention over the shared arena in Triton: one kernel for decode, chunks and whole prompts, for both address maps.
 
-A program computes a tile of queries of one sequence for one key head, over one segment of its keys. The query heads of a
-group stand beside each other in the tile's rows, so each key and value is read once for its whole group. Where there are
-few tiles the keys are cut into segments, which a second kernel puts together. Nothing here is chosen: the shapes that
-are compile-time constants come from `configuration.py`.
+A program computes a tile of queries of one sequence for one key head, over one segment of its keys. The query heads of
+a group stand beside each other in the tile's rows, so each key and value is read once for its whole group. Where there
+are few tiles the keys are cut into segments, which a second kernel puts together. Nothing is chosen here: what is
+constant at compile time comes from `configuration.py`.
 
-Keys and values may be 8-bit floats (e4m3, no infinities), kept as bytes: their bits, moved into a float16, are the value
-÷ 256, on any card, exactly.
+Keys and values may be 8-bit floats (e4m3, no infinities), kept as bytes: their bits, moved into a float16, are the
+value ÷ 256, on any card, exactly.
 """
 
 from __future__ import annotations

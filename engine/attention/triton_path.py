@@ -10,7 +10,15 @@ from torch import Tensor
 
 from kvbench.engine.arena import Arena
 from kvbench.engine.attention import kernels
-from kvbench.engine.attention.configuration import Configuration, Target, configuration, segments
+from kvbench.engine.attention.configuration import (
+    Asked,
+    Target,
+    attention_constants,
+    configuration,
+    reduce_constants,
+    segments,
+    write_constants,
+)
 from kvbench.engine.attention.layout import Layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -102,10 +110,24 @@ class TritonPath:
         assert softcap is None or softcap > 0
         assert sinks is None or sinks.shape == (heads,)
 
-    def _write(self, layout: Layout, layer: int, k: Tensor, v: Tensor) -> None:
+    def _asked(self, layout: Layout, heads: int, itemsize: int, **weighing: bool) -> Asked:
         shape = self._arena.shape
+        return Asked(
+            heads=heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            itemsize=itemsize,
+            decode=layout.longest_queries == 1,
+            paged=layout.tables is not None,
+            block_size=layout.block_size,
+            eight=self._bytes,
+            **weighing,
+        )
+
+    def _write(self, layout: Layout, layer: int, k: Tensor, v: Tensor) -> None:
         rows_k, rows_v = self._rows
-        kernels.write_kernel[(layout.tokens, shape.kv_heads)](
+        asked = self._asked(layout, k.shape[1], k.dtype.itemsize)
+        kernels.write_kernel[(layout.tokens, k.shape[1])](
             k,
             v,
             rows_k[layer],
@@ -118,10 +140,7 @@ class TritonPath:
             v.stride(0),
             v.stride(1),
             rows_k[layer].stride(0),
-            HEADS=shape.kv_heads,
-            DIM=shape.head_dim,
-            DIM_PAD=_pad(shape.head_dim),
-            BYTES=self._bytes,
+            **write_constants(asked),
         )
 
     def _attend(
@@ -134,21 +153,21 @@ class TritonPath:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        shape = self._arena.shape
         tokens, heads, dim = q.shape
-        group = heads // shape.kv_heads
-        decode = layout.longest_queries == 1
-        chosen = configuration(dim, group, q.dtype.itemsize, self._target, decode=decode)
-        tiles, places = self._tiled(layout, chosen.queries(group), decode)
+        weighing = {"window": window is not None, "softcap": softcap is not None, "sinks": sinks is not None}
+        asked = self._asked(layout, heads, q.dtype.itemsize, **weighing)
+        chosen = configuration(asked, self._target)
+        tiles, places = self._tiled(layout, chosen.queries(asked.group), asked.decode)
         reach = layout.longest_keys if window is None else min(layout.longest_keys, window + layout.longest_queries)
-        parts = segments(tiles, shape.kv_heads, reach, chosen.tile_n, self._target.backend)
+        pieces = segments(tiles, asked.kv_heads, reach, chosen.tile_n, self._target.backend)
         out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
         into, tops, sums = out, self._nothing, self._nothing
-        if parts > 1:
-            into = torch.empty((tokens, heads, parts, dim), dtype=torch.float32, device=q.device)
-            tops, sums = torch.empty((2, tokens, heads, parts), dtype=torch.float32, device=q.device)
+        if pieces > 1:
+            into = torch.empty((tokens, heads, pieces, dim), dtype=torch.float32, device=q.device)
+            tops, sums = torch.empty((2, tokens, heads, pieces), dtype=torch.float32, device=q.device)
         rows_k, rows_v = self._rows
-        kernels.attention_kernel[(tiles, shape.kv_heads, parts)](
+        sinks = self._nothing if sinks is None else sinks
+        kernels.attention_kernel[(tiles, asked.kv_heads, pieces)](
             q,
             rows_k[layer],
             rows_v[layer],
@@ -160,7 +179,7 @@ class TritonPath:
             places,
             layout.starts if layout.bases is None else layout.bases,
             layout.starts if layout.tables is None else layout.tables,
-            self._nothing if sinks is None else sinks,
+            sinks,
             self._k_scales,
             self._v_scales,
             0 if layout.tables is None else layout.tables.stride(0),
@@ -170,46 +189,11 @@ class TritonPath:
             scale,
             0 if window is None else window,
             1.0 if softcap is None else softcap,
-            **self._constants(heads, chosen, layout, parts, decode),
-            WINDOW=window is not None,
-            SOFTCAP=softcap is not None,
-            SINKS=sinks is not None,
-            PRECISION=precision(q.dtype),
-            num_warps=chosen.warps,
-            num_stages=chosen.stages,
+            **attention_constants(asked, self._target, pieces),
         )
-        if parts > 1:
-            kernels.reduce_kernel[(tokens, heads)](
-                into,
-                tops,
-                sums,
-                self._nothing if sinks is None else sinks,
-                out,
-                HEADS=heads,
-                DIM=dim,
-                DIM_PAD=_pad(dim),
-                SEGMENTS=parts,
-                SINKS=sinks is not None,
-            )
+        if pieces > 1:
+            kernels.reduce_kernel[(tokens, heads)](into, tops, sums, sinks, out, **reduce_constants(asked, pieces))
         return out
-
-    def _constants(
-        self, heads: int, chosen: Configuration, layout: Layout, parts: int, decode: bool
-    ) -> dict[str, int | bool]:
-        shape = self._arena.shape
-        return {
-            "HEADS": heads,
-            "GROUP": heads // shape.kv_heads,
-            "DIM": shape.head_dim,
-            "DIM_PAD": chosen.dim_pad,
-            "TILE_M": chosen.tile_m,
-            "TILE_N": chosen.tile_n,
-            "BLOCK": layout.block_size,
-            "SEGMENTS": parts,
-            "DECODE": decode,
-            "PAGED": layout.tables is not None,
-            "BYTES": self._bytes,
-        }
 
     def _tiled(self, layout: Layout, queries: int, decode: bool) -> tuple[int, Tensor]:
         """How many tiles there are, and sequence and first query of each; all layers of a step share them."""
@@ -222,12 +206,3 @@ class TritonPath:
             table = torch.from_numpy(np.stack([sequence, first], axis=1).astype(np.int32))
             self._tiles = (layout, queries, table.to(layout.starts.device))
         return len(self._tiles[2]), self._tiles[2]
-
-
-def precision(dtype: torch.dtype) -> str:
-    """How float32 is multiplied: as it is, not in the shorter format that cards prefer."""
-    return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def _pad(dim: int) -> int:
-    return 1 << (dim - 1).bit_length()

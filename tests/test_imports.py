@@ -28,7 +28,9 @@ HEAVY = {"torch", "transformers", "triton", "pandas", "pyarrow", "matplotlib", "
 HEAVY |= {"accelerate", "gguf", "safetensors"}
 # These work on tensors from end to end. Others import them inside the functions that need them, like torch itself.
 HEAVY_FILES = {
+    "contiguous/cache.py",
     "engine/arena.py",
+    "engine/attention/cpu_path.py",
     "engine/attention/layout.py",
     "engine/attention/reference.py",
     "engine/attention/torch_path.py",

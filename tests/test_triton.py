@@ -30,7 +30,7 @@ CHUNKS = (7, 1)
 
 
 def close(problem: Problem, allocator: Slots | BlockPool, chunks: tuple[int, ...] = CHUNKS) -> None:
-    assert_exact_enough(problem, served(problem, allocator, chunks, path=TritonPath))
+    assert_exact_enough(problem, served(problem, allocator, TritonPath, chunks))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -83,7 +83,7 @@ def test_a_long_sequence_is_cut_by_itself() -> None:
 @pytest.mark.parametrize("layout", MAPS)
 @pytest.mark.parametrize("problem", [Problem(LENGTHS, window=6), Problem(LENGTHS, softcap=1.5, with_sinks=True)])
 def test_what_lies_in_unused_rows_changes_no_bit(problem: Problem, layout: str) -> None:
-    over_nan, over_much = (served(problem, MAPS[layout](), CHUNKS, fill, TritonPath) for fill in (math.nan, 1e30))
+    over_nan, over_much = (served(problem, MAPS[layout](), TritonPath, CHUNKS, fill) for fill in (math.nan, 1e30))
     for first, second in zip(over_nan, over_much, strict=True):
         assert torch.equal(first, second)
 
@@ -91,9 +91,7 @@ def test_what_lies_in_unused_rows_changes_no_bit(problem: Problem, layout: str) 
 @pytest.mark.parametrize("layout", MAPS)
 def test_a_neighbour_of_nan_changes_no_bit(layout: str) -> None:
     problem = Problem(LENGTHS, kv_heads=1)
-    calm, rough = (
-        served(one, MAPS[layout](), CHUNKS, path=TritonPath) for one in (problem, replace(problem, spoilt=(0,)))
-    )
+    calm, rough = (served(one, MAPS[layout](), TritonPath, CHUNKS) for one in (problem, replace(problem, spoilt=(0,))))
     assert rough[0].isnan().all() and torch.equal(calm[1], rough[1])
 
 

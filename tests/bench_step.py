@@ -18,23 +18,30 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from kvbench.cli.stack import BACKENDS, CacheConfig
+from kvbench.contiguous.cache import SlotCache
+from kvbench.engine import decoder
 from kvbench.engine.arena import Arena
+from kvbench.engine.attention.paths import AUTO, choose
 from kvbench.engine.ceilings import Ceilings, measure_ceilings
 from kvbench.engine.clock import WallClock
 from kvbench.engine.engine import Engine, serve
+from kvbench.engine.linear import Linear
 from kvbench.engine.model import BoundModel
 from kvbench.engine.runner import ModelRunner
 from kvbench.engine.scheduler import Limits
 from kvbench.engine.types import Request
 from kvbench.engine.weights import find_source, load_config, load_model, quiet
 from kvbench.metrics.records import Run
+from kvbench.paged.cache import BlockCache
 from kvbench.workloads.load import ClosedLoop
 
 CPU = torch.device("cpu")
@@ -69,6 +76,7 @@ class Ours:
 
     def __init__(self, model: BoundModel, backend: str) -> None:
         self._model, self._backend = model, BACKENDS[backend]
+        self._path = choose(AUTO, CPU, model.dtype, model.kv.head_dim)
         self.runs: list[Run] = []
 
     def __call__(self) -> float:
@@ -76,7 +84,7 @@ class Ours:
         memory = CacheConfig(REQUESTS * longest, BLOCK, longest)
         arena = Arena(self._model.kv, memory.arena_rows, self._model.dtype, CPU)
         allocator = self._backend.make_allocator(memory)
-        cache = self._backend.make_cache(arena, allocator, longest)
+        cache = self._backend.make_cache(arena, allocator, longest, self._path.make)
         engine = Engine(allocator, ModelRunner(self._model, cache), Limits(longest, 2048, REQUESTS))
         asked = [
             Request(number, tuple(prompt), OUTPUT, output_tokens=OUTPUT)
@@ -195,20 +203,33 @@ def step_report(ours: Ours, model: BoundModel, ceilings: Ceilings) -> None:
 
 
 def breakdown(ours: Ours) -> None:
-    """Where the time of one more job goes, by torch's profiler (which makes it slower)."""
-    from torch.profiler import ProfilerActivity, profile
+    """Where a decode step's time goes: a clock around each kind of work, in one more job."""
+    spent: dict[str, float] = dict.fromkeys(("products", "attention", "norms", "rotation"), 0.0)
 
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    def clocked(kind: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return work(*args, **more)
+            finally:
+                spent[kind] += time.perf_counter() - began_s
+
+        return run
+
+    with ExitStack() as patches:
+        for kind, owner, name in (
+            ("products", Linear, "forward"),
+            ("products", Linear, "added"),
+            ("attention", SlotCache, "attend"),
+            ("attention", BlockCache, "attend"),
+            ("norms", decoder, "_normed"),
+            ("rotation", decoder, "_turned"),
+        ):
+            patches.enter_context(patch.object(owner, name, clocked(kind, getattr(owner, name))))
         ours()
-    kinds = {"products": ("mkldnn", "addmm", "linear", "mm"), "attention": ("kvbench::", "attention", "index_select")}
-    sums: dict[str, float] = {}
-    for event in seen.key_averages():
-        kind = next(
-            (kind for kind, words in kinds.items() if any(word in event.key for word in words)), "other operations"
-        )
-        sums[kind] = sums.get(kind, 0.0) + event.self_cpu_time_total
-    whole = sum(sums.values())
-    print("    of the time in operations: " + ", ".join(f"{kind} {part / whole:.0%}" for kind, part in sums.items()))
+    whole = sum(step.device_s for step in ours.runs.pop().steps)
+    spent["the rest"] = whole - sum(spent.values())
+    print("    of the whole job: " + ", ".join(f"{kind} {part / whole:.0%}" for kind, part in spent.items()))
 
 
 def main() -> None:
@@ -216,7 +237,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32,bfloat16")
     parser.add_argument("--model", help="instead of the job's own: any name or folder")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", action="store_true", help="beside vLLM too")
+    parser.add_argument("--alone", action="store_true", help="without transformers")
     asked = parser.parse_args()
     quiet()
     model_name = asked.model
@@ -235,10 +257,10 @@ def main() -> None:
         model = load_model(source, weights="random", dtype=dtype, device=CPU, max_model_len=INPUT + OUTPUT)
         model.tune()
         ours = {name: Ours(model, name) for name in BACKENDS}
-        sides: dict[str, Side] = {**ours, **theirs(model_name, dtype)}
+        sides: dict[str, Side] = {**ours, **({} if asked.alone else theirs(model_name, dtype))}
         rates: dict[str, list[float]] = {name: [] for name in sides}
         for side in sides.values():
-            side()
+            side()  # whatever is built or compiled at first
         for name in BACKENDS:
             ours[name].runs.clear()
         for repeat in range(asked.repeats):

@@ -123,7 +123,7 @@ LAYOUTS: dict[str, Callable[[], Slots | BlockPool]] = {
 }
 
 
-PATHS = {"torch": TorchPath, "cpp": CppPath}
+PATHS: dict[str, PathMaker] = {"torch": TorchPath, "cpp": CppPath}
 
 
 def sequence(number: int, length: int) -> Sequence:

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import KVShape
 from kvbench.engine.attention.cpu_path import CppPath, why_not
+from kvbench.engine.attention.layout import PathMaker
 from kvbench.engine.attention.reference import attention
 from kvbench.engine.attention.torch_path import TorchPath
 from kvbench.engine.sequence import Sequence
@@ -122,7 +123,7 @@ LAYOUTS: dict[str, Callable[[], Slots | BlockPool]] = {
 }
 
 
-PATHS = {"torch": TorchPath, "cpp": CppPath}
+PATHS: dict[str, PathMaker] = {"torch": TorchPath, "cpp": CppPath}
 
 
 def sequence(number: int, length: int) -> Sequence:
@@ -130,7 +131,11 @@ def sequence(number: int, length: int) -> Sequence:
 
 
 def served(
-    problem: Problem, allocator: Slots | BlockPool, path: str, chunks: tuple[int, ...], fill: float = math.nan
+    problem: Problem,
+    allocator: Slots | BlockPool,
+    path: str | PathMaker,
+    chunks: tuple[int, ...],
+    fill: float = math.nan,
 ) -> list[Tensor]:
     """Each sequence's output [L, Hq, D], computed in batches that give every unfinished sequence one chunk, `chunks`
     tokens long in turn. Layer 0 attends without a window, layer 1 as the problem says."""
@@ -138,7 +143,7 @@ def served(
     arena = arena_for(allocator, KVShape(2, problem.kv_heads, problem.dim), problem.dtype, fill=fill)
     if path == "cpp" and (obstacle := why_not(arena.k[0].device, problem.dtype, problem.dim)):
         pytest.skip(obstacle)
-    cache = cache_for(allocator, arena, PATHS[path])
+    cache = cache_for(allocator, arena, PATHS[path] if isinstance(path, str) else path)
     sequences = [sequence(number, length) for number, length in enumerate(problem.lengths)]
     outputs: list[list[Tensor]] = [[] for _ in sequences]
     options = {"scale": problem.dim**-0.5, "softcap": problem.softcap, "sinks": tensors.sinks}

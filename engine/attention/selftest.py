@@ -10,7 +10,7 @@ from kvbench.engine.attention.paths import PATHS, RANGES_ONLY, make_path
 if TYPE_CHECKING:
     import torch
 
-    from kvbench.engine.attention.layout import Layout, PathMaker
+    from kvbench.engine.attention.layout import PathMaker
 
 HEADS, KV_HEADS, DIM = 6, 2, 64
 LENGTHS = (1, 37, 20)
@@ -57,70 +57,24 @@ def _error(make: PathMaker, device: torch.device, dtype: torch.dtype, paged: boo
     import torch
 
     from kvbench.engine.arena import Arena, KVShape
+    from kvbench.engine.attention.drawn import draw_layout
     from kvbench.engine.attention.reference import attention
 
     draw = torch.Generator().manual_seed(1)
-    rows = 2 * sum(-(-length // BLOCK) * BLOCK for length in LENGTHS)
-    arena = Arena(KVShape(1, KV_HEADS, DIM), rows, dtype, device)
-    layout, places = _layout(device, rows, paged)
+    drawn = draw_layout(device, LENGTHS, QUERIES, BLOCK if paged else None)
+    arena = Arena(KVShape(1, KV_HEADS, DIM), drawn.rows, dtype, device)
     q = torch.randn(sum(QUERIES), HEADS, DIM, generator=draw).to(dtype)
     k, v = (torch.randn(sum(LENGTHS), KV_HEADS, DIM, generator=draw).to(dtype) for _ in range(2))
-    new = torch.cat([torch.arange(length - queries, length) + start for length, queries, start in _each(LENGTHS)])
+    starts = [sum(LENGTHS[:place]) for place in range(len(LENGTHS))]
+    parts = list(zip(LENGTHS, QUERIES, starts, strict=True))
+    new = torch.cat([torch.arange(start + length - queries, start + length) for length, queries, start in parts])
     old = torch.ones(sum(LENGTHS), dtype=torch.bool).index_fill(0, new, False)
-    arena.write(0, places[old].to(device), k[old].to(device), v[old].to(device))
-    how = {"scale": DIM**-0.5, "window": None, "softcap": None, "sinks": None}
-    out = make(arena, max(LENGTHS) + BLOCK).attend(
-        layout,
-        0,
-        q.to(device),
-        k[new].to(device),
-        v[new].to(device),
-        **how,
-    )
+    arena.write(0, drawn.places[old].to(device), k[old].to(device), v[old].to(device))
+    path = make(arena, max(LENGTHS) + BLOCK)
+    tensors = (q.to(device), k[new].to(device), v[new].to(device))
+    out = path.attend(drawn.layout, 0, *tensors, scale=DIM**-0.5, window=None, softcap=None, sinks=None)
     exact = []
-    for place, (length, queries, start) in enumerate(_each(LENGTHS)):
-        first = sum(QUERIES[:place])
+    for part, (length, _, start) in zip(q.split(list(QUERIES)), parts, strict=True):
         whole = slice(start, start + length)
-        exact.append(attention(q[first : first + queries], k[whole], v[whole], scale=DIM**-0.5))
+        exact.append(attention(part, k[whole], v[whole], scale=DIM**-0.5))
     return float((out.cpu().double() - torch.cat(exact)).abs().max())
-
-
-def _each(lengths: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Length, queries and the place of the first token of each sequence, all tokens side by side."""
-    return [(length, QUERIES[i], sum(lengths[:i])) for i, length in enumerate(lengths)]
-
-
-def _layout(device: torch.device, rows: int, paged: bool) -> tuple[Layout, torch.Tensor]:
-    """Ranges with gaps between them, or blocks in an odd order; and the row of every token."""
-    import numpy as np
-    import torch
-
-    from kvbench.engine.attention.layout import Layout
-
-    width = -(-max(LENGTHS) // BLOCK)
-    tables = torch.zeros(len(LENGTHS), width, dtype=torch.int32)
-    free = list(range(1, rows // BLOCK))[::-2] + list(range(1, rows // BLOCK))[::2]
-    bases, places, row = [], [], 3
-    for place, length in enumerate(LENGTHS):
-        blocks = [free.pop() for _ in range(-(-length // BLOCK))]
-        tables[place, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        position = torch.arange(length)
-        places.append(tables[place, position // BLOCK] * BLOCK + position % BLOCK if paged else row + position)
-        bases.append(row)
-        row += length + 1
-    every = torch.cat(places).long()
-    writes = torch.cat([every[start + length - queries : start + length] for length, queries, start in _each(LENGTHS)])
-    address_map = (
-        {"tables": tables.to(device), "block_size": BLOCK} if paged else {"bases": torch.tensor(bases).to(device)}
-    )
-    layout = Layout(
-        starts=torch.tensor(np.cumsum([0, *QUERIES]), dtype=torch.int32).to(device),
-        ends=torch.tensor(LENGTHS, dtype=torch.int32).to(device),
-        writes=writes.to(device),
-        queries=np.array(QUERIES),
-        keys=np.array(LENGTHS),
-        longest_queries=max(QUERIES),
-        longest_keys=max(LENGTHS),
-        **address_map,
-    )
-    return layout, every

@@ -22,25 +22,18 @@ test: $(VENV)/installed-dev model
 soak: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -m soak -s $(ARGS)
 
-<<<<<<< HEAD
-# How much load the client of --target can make, and how fast the simulator and the host of a step are; benchmarks, no part of the tests.
-=======
 # How much load the client of --target can make, how fast the simulator is, what the host does for a step, and one job
 # by kvbench and transformers side by side; benchmarks, no part of the tests.
->>>>>>> main
 bench: $(VENV)/installed
 	$(VENV)/bin/python tests/bench_client.py
 	$(VENV)/bin/python tests/bench_simulator.py
 	$(VENV)/bin/python tests/bench_host.py
-<<<<<<< HEAD
-=======
 	$(VENV)/bin/python tests/bench_step.py
 
 # What only a card can prove, in one run of some minutes; with torch, triton and transformers there it needs no set-up:
 # python3 tests/gpu.py.
 gpu: $(VENV)/installed
 	$(VENV)/bin/python tests/gpu.py $(ARGS)
->>>>>>> main
 
 # A real vLLM server without a GPU beside both backends, and its own benchmark beside ours. Some gigabytes at first.
 peers: model

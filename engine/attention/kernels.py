@@ -34,8 +34,9 @@ def _to_bytes(x):
     x = tl.minimum(tl.maximum(x, -BYTE_MAX), BYTE_MAX)
     exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, 127 - 6)  # below are its subnormals
     quantum = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
-    x = ((x / quantum + ROUNDER) - ROUNDER) * quantum
-    half = (x / BYTE_SCALE).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    per_quantum = ((257 - exponent) << 23).to(tl.float32, bitcast=True)  # its reciprocal: nothing is divided
+    x = ((x * per_quantum + ROUNDER) - ROUNDER) * quantum
+    half = (x * (1.0 / BYTE_SCALE)).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     return (((half >> 8) & 0x80) | ((half >> 7) & 0x7F)).to(tl.uint8)
 
 
@@ -90,7 +91,7 @@ def write_kernel(
     tl.store(cache_v + at, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "window"])
 def attention_kernel(
     q,
     cache_k,

@@ -46,7 +46,7 @@ def test_groups_of_every_size(group: int) -> None:
         close(Problem(LENGTHS, kv_heads=2, group=group, dtype=FLOATS[number]), layout())
 
 
-@pytest.mark.parametrize("size", [1, 8, 16, 24, 48])
+@pytest.mark.parametrize("size", [1, 8, 16, 24, 48, 256])
 def test_blocks_of_every_size(size: int) -> None:
     close(Problem((5, 40), kv_heads=1, group=2), blocks(size), chunks=(17, 1))
 

@@ -1,8 +1,8 @@
 """Compiles the attention kernels for cards that are not here, as the runtime would: `make check`.
 
 Every configuration that the runtime selects for the models below, for sm_80, sm_90, sm_100 and gfx942, with pointers
-and strides that are divisible by 16 and with such that are not. Prints registers, spills and shared memory of each kernel
-and exits 1 where one does not compile, does not fit the card's shared memory, or spills in a default configuration
+and strides that are divisible by 16 and with such that are not. Prints registers, spills and shared memory of each and
+exits 1 where one does not compile, does not fit the card's shared memory, or spills in a default configuration
 (bfloat16, divisible, CUDA). What has been compiled from the same sources is remembered.
 
     python tests/compile_kernels.py [--quiet]
@@ -127,7 +127,11 @@ def build(job: tuple[Case, Target, bool]) -> Built:
         constants = write_constants(case.asked) if case.kernel == "write" else reduce_constants(case.asked, case.pieces)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
     types = {name: _type(name, case) for name in kernel.arg_names if name not in constants}
-    numbers = ("width", "window")  # change from step to step, so the runtime does not specialise for them
+    numbers = (
+        "width",
+        "window",
+        "first_token",
+    )  # change from step to step, so the runtime does not specialise for them
     whole = [
         place
         for place, name in enumerate(kernel.arg_names)

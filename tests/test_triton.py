@@ -169,6 +169,7 @@ def test_what_breaks_the_contract_is_noticed() -> None:
         (replace(layout, bases=None), q, k, k, how),
         (replace(layout, tables=torch.zeros(1, 4, dtype=torch.int32)), q, k, k, how),
         (replace(layout, keys=layout.keys * 0), q, k, k, how),
+        (replace(layout, queries=layout.queries + 1), q, k, k, how),
     ]
     path.attend(layout, 0, q, k, k, **how)  # type: ignore[arg-type]
     for broken, *tensors, words in bad:

@@ -219,21 +219,22 @@ def attention_kernel(
         tl.store(out + place[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=cell)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token"])
 def reduce_kernel(
     part,
     part_max,
     part_sum,
     sinks,
     out,
+    first_token,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """The segments of one token and head, put together."""
-    token = tl.program_id(0).to(tl.int64)
+    """The segments of one token and head, put together; `first_token` is that of program 0."""
+    token = tl.program_id(0).to(tl.int64) + first_token
     head = tl.program_id(1)
     segment = tl.arange(0, SEGMENTS)
     column = tl.arange(0, DIM_PAD)

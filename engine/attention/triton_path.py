@@ -52,7 +52,7 @@ class TritonPath:
         for scales in (self._k_scales, self._v_scales):
             assert scales.shape == (shape.kv_heads,) and scales.dtype == torch.float32 and scales.device == device
         self._nothing = torch.zeros(1, dtype=torch.float32, device=device)
-        self._tiles: tuple[Layout, int, Tensor] | None = None
+        self._begun: _Begun | None = None
 
     @cached_property
     def _rows(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -77,6 +77,7 @@ class TritonPath:
     ) -> Tensor:
         """Store k and v where the layout says and attend, as `interfaces.Cache.attend`."""
         self._check(layout, q, k, v, window, softcap, sinks)
+        self._begin(layout)
         self._write(layout, layer, k, v)
         return self._attend(layout, layer, q, scale, window, softcap, sinks)
 
@@ -91,33 +92,38 @@ class TritonPath:
         sinks: Tensor | None,
     ) -> None:
         """What the kernels take for granted."""
-        shape, stored = self._arena.shape, self._arena.k[0].dtype
+        shape, arena = self._arena.shape, self._arena.k[0]
         tokens, heads, dim = q.shape
-        assert q.dtype in DTYPES and k.dtype == v.dtype == q.dtype, (
-            "queries, keys and values of one 16 or 32-bit format"
-        )
-        assert stored == q.dtype or self._bytes, f"keys and values are stored as {stored}"
+        assert q.dtype in DTYPES and k.dtype == v.dtype == q.dtype, "q, k and v of one 16 or 32-bit format"
+        assert arena.dtype == q.dtype or self._bytes, f"keys and values are stored as {arena.dtype}"
         assert tokens == layout.tokens and k.shape == v.shape == (tokens, shape.kv_heads, shape.head_dim)
         assert dim == shape.head_dim and heads % shape.kv_heads == 0
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "numbers of a head lie side by side"
-        assert all(
-            one.device == self._arena.k[0].device for one in (q, k, v, layout.starts, layout.ends, layout.writes)
-        )
-        assert (layout.bases is None) != (layout.tables is None), "one address map"
-        assert layout.tables is None or layout.tables.stride(1) == 1
-        assert int(layout.keys.min()) >= 1 and bool((layout.queries <= layout.keys).all())
+        assert q.device == k.device == v.device == arena.device
         assert window is None or window >= 1
         assert softcap is None or softcap > 0
         assert sinks is None or sinks.shape == (heads,)
 
-    def _asked(self, layout: Layout, heads: int, itemsize: int, **weighing: bool) -> Asked:
+    def _begin(self, layout: Layout) -> _Begun:
+        """What all layers of a step share, made and checked by the first of them."""
+        if self._begun is None or self._begun.layout is not layout:
+            device = self._arena.k[0].device
+            assert all(one.device == device for one in (layout.starts, layout.ends, layout.writes))
+            assert (layout.bases is None) != (layout.tables is None), "one address map"
+            assert layout.tables is None or layout.tables.stride(1) == 1
+            assert int(layout.keys.min()) >= 1 and int(layout.queries.min()) >= 1
+            assert bool((layout.queries <= layout.keys).all())
+            self._begun = _Begun(layout)
+        return self._begun
+
+    def _asked(self, layout: Layout, heads: int, itemsize: int, decode: bool = False, **weighing: bool) -> Asked:
         shape = self._arena.shape
         return Asked(
             heads=heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             itemsize=itemsize,
-            decode=layout.longest_queries == 1,
+            decode=decode,
             paged=layout.tables is not None,
             block_size=layout.block_size,
             eight=self._bytes,
@@ -153,14 +159,34 @@ class TritonPath:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
+        """The sequences at the front that decode in one launch, whose tiles are small, and the others in another."""
+        begun = self._begin(layout)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for decode, there in ((True, begun.decodes), (False, layout.sequences - begun.decodes)):
+            if there:
+                self._launch(begun, decode, layer, q, out, scale, window, softcap, sinks)
+        return out
+
+    def _launch(
+        self,
+        begun: _Begun,
+        decode: bool,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        layout = begun.layout
         tokens, heads, dim = q.shape
         weighing = {"window": window is not None, "softcap": softcap is not None, "sinks": sinks is not None}
-        asked = self._asked(layout, heads, q.dtype.itemsize, **weighing)
+        asked = self._asked(layout, heads, q.dtype.itemsize, decode, **weighing)
         chosen = configuration(asked, self._target)
-        tiles, places = self._tiled(layout, chosen.queries(asked.group), asked.decode)
+        tiles, places = (begun.decodes, layout.starts) if decode else begun.tiles(chosen.queries(asked.group))
         reach = layout.longest_keys if window is None else min(layout.longest_keys, window + layout.longest_queries)
         pieces = segments(tiles, asked.kv_heads, reach, chosen.tile_n, self._target.backend)
-        out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
         into, tops, sums = out, self._nothing, self._nothing
         if pieces > 1:
             into = torch.empty((tokens, heads, pieces, dim), dtype=torch.float32, device=q.device)
@@ -191,18 +217,29 @@ class TritonPath:
             1.0 if softcap is None else softcap,
             **attention_constants(asked, self._target, pieces),
         )
-        if pieces > 1:
-            kernels.reduce_kernel[(tokens, heads)](into, tops, sums, sinks, out, **reduce_constants(asked, pieces))
-        return out
+        if pieces > 1:  # the tokens of those that decode come first, one each
+            first, count = (0, begun.decodes) if decode else (begun.decodes, tokens - begun.decodes)
+            constants = reduce_constants(asked, pieces)
+            kernels.reduce_kernel[(count, heads)](into, tops, sums, sinks, out, first, **constants)
 
-    def _tiled(self, layout: Layout, queries: int, decode: bool) -> tuple[int, Tensor]:
-        """How many tiles there are, and sequence and first query of each; all layers of a step share them."""
-        if decode:
-            return layout.sequences, layout.starts
-        if self._tiles is None or self._tiles[0] is not layout or self._tiles[1] != queries:
-            counts = -(-layout.queries // queries)
-            sequence = np.arange(layout.sequences).repeat(counts)
+
+class _Begun:
+    """Of a layout: of how many sequences at the front one token is computed (`decodes`), and how the others are cut
+    into tiles."""
+
+    def __init__(self, layout: Layout) -> None:
+        more = np.flatnonzero(layout.queries > 1)
+        self.layout = layout
+        self.decodes = int(more[0]) if len(more) else layout.sequences
+        self._tiles: dict[int, Tensor] = {}
+
+    def tiles(self, queries: int) -> tuple[int, Tensor]:
+        """How many tiles of so many queries, and int32 [tiles, 2]: the sequence and the first query of each."""
+        if queries not in self._tiles:
+            rest = self.layout.queries[self.decodes :]
+            counts = -(-rest // queries)
+            sequence = np.arange(len(rest)).repeat(counts)
             first = (np.arange(len(sequence)) - (counts.cumsum() - counts)[sequence]) * queries
-            table = torch.from_numpy(np.stack([sequence, first], axis=1).astype(np.int32))
-            self._tiles = (layout, queries, table.to(layout.starts.device))
-        return len(self._tiles[2]), self._tiles[2]
+            table = torch.from_numpy(np.stack([sequence + self.decodes, first], axis=1).astype(np.int32))
+            self._tiles[queries] = table.to(self.layout.starts.device)
+        return len(self._tiles[queries]), self._tiles[queries]

@@ -9,7 +9,7 @@ GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo 
 PINS := $(if $(GPU),,-c constraints-cpu.txt)
 KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
 
-.PHONY: sweep model test soak bench peers sharing paper pages timelines score check venv clean
+.PHONY: kernels sweep model test soak bench peers sharing paper pages timelines score check venv clean
 .DELETE_ON_ERROR:
 
 sweep: model
@@ -70,6 +70,11 @@ check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy -p kvbench
 	$(VENV)/bin/mypy tests
+	$(VENV)/bin/python tests/compile_kernels.py --quiet
+
+# Every attention kernel as it would run on cards that are not here: registers, spills, shared memory.
+kernels: $(VENV)/installed-dev
+	$(VENV)/bin/python tests/compile_kernels.py
 
 venv: $(VENV)/installed-dev
 

@@ -23,6 +23,7 @@ OF_THE_PLAN = (
         "device",
         "tp",
         "kv_dtype",
+        "attention",
         "gpu_file",
         "kv_bytes",
         "gpu_memory_utilization",

@@ -64,6 +64,7 @@ class SweepConfig(LoadConfig):
     device: str | None = None
     tp: int = 1
     kv_dtype: str = "auto"
+    attention: str = "auto"
     gpu_file: Path | None = None
     kv_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -202,6 +203,10 @@ class SweepConfig(LoadConfig):
             if self.gpu_file is not None:
                 raise KvbenchError(f"--gpu-file describes cards to simulate; add --device {SIM}CARD or drop it")
             return
+        if self.attention != "auto":
+            raise KvbenchError(
+                f"--attention {self.attention} is how this device computes; drop it or --device {self.device}"
+            )
         where = f"--device {self.device} computes how long steps take, not their tokens"
         if self.target is not None:
             raise KvbenchError(

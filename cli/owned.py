@@ -18,6 +18,7 @@ from kvbench.metrics.records import MEASURED, Run
 from kvbench.workloads.grid import Cell
 
 if TYPE_CHECKING:
+    from kvbench.engine.attention.paths import Choice
     from kvbench.engine.environment import Device
     from kvbench.engine.footprint import Footprint
     from kvbench.engine.interfaces import Allocator, Clock, Executor
@@ -38,7 +39,6 @@ class Owned:
     measured. `choices` gets a line for each choice."""
 
     evidence = MEASURED
-    attention = "torch"
     tp = 1
     repeats = REPEATS
     patience_s = PATIENCE_S
@@ -59,6 +59,7 @@ class Owned:
             check_family(self.hf_config)
             kv_shape(self.hf_config)
         self._model: BoundModel | None = None
+        self._path: Choice | None = None
         self.load_s: float | None = None
 
     @property
@@ -108,6 +109,7 @@ class Owned:
         """The model, to the device."""
         import torch
 
+        from kvbench.engine.attention.paths import AUTO, choose
         from kvbench.engine.weights import load_model, unpack
 
         dtype = getattr(torch, self.dtype)
@@ -124,7 +126,16 @@ class Owned:
             config=self.hf_config,
         )
         self._model.tune()
+        kv = self._model.kv
+        self._path = choose(self._config.attention, self.device.torch, dtype, kv.head_dim)
+        if self._config.attention == AUTO:
+            self._choices["attention"] = self._path.why
         self.load_s = time.perf_counter() - started_s
+
+    @property
+    def attention(self) -> str | None:
+        """The path that attention takes; None where only a server is measured."""
+        return None if self._path is None else self._path.name
 
     @property
     def model(self) -> BoundModel:
@@ -179,11 +190,12 @@ class Owned:
         from kvbench.engine.runner import ModelRunner
 
         model = self.model
+        assert self._path is not None, "chosen when the model is loaded"
         arena = Arena(  # first: it says what is too large
             model.kv, memory.arena_rows, model.dtype, model.device, host_rows=memory.swap_tokens
         )
         allocator = backend.make_allocator(memory)
-        cache = backend.make_cache(arena, allocator, memory.max_model_len)
+        cache = backend.make_cache(arena, allocator, memory.max_model_len, self._path.make)
         return allocator, ModelRunner(model, cache), WallClock()
 
     def footprint(self) -> Footprint:
@@ -225,6 +237,7 @@ class Owned:
         return device | {
             "model": f"{self.model_name}, {self._weights()} weights, loaded in {self.load_s or 0.0:.1f} s",
             "dtype": f"{self.dtype}, {self.kv_bytes_per_token:,} bytes of KV a token",
+            "attention": str(self.attention),
         }
 
     def _cores(self) -> str:

@@ -25,6 +25,7 @@ from kvbench.workloads.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from kvbench.engine.arena import Arena
+    from kvbench.engine.attention.layout import PathMaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +56,24 @@ class Backend:
 
     name: str
     make_allocator: Callable[[CacheConfig], Allocator]
-    make_cache: Callable[[Arena, Allocator, int], Cache]
+    make_cache: Callable[[Arena, Allocator, int, PathMaker], Cache]
     most_at_once: Callable[[CacheConfig, int, int], int]
     policies: Mapping[str, Sequence[str]] = field(default_factory=dict)
     shares: bool = False
 
 
-def _slot_cache(arena: Arena, allocator: Allocator, longest: int) -> Cache:
+def _slot_cache(arena: Arena, allocator: Allocator, longest: int, path: PathMaker) -> Cache:
     from kvbench.contiguous.cache import SlotCache
 
     assert isinstance(allocator, Slots)
-    return SlotCache(arena, allocator, longest)
+    return SlotCache(arena, allocator, longest, path)
 
 
-def _block_cache(arena: Arena, allocator: Allocator, longest: int) -> Cache:
+def _block_cache(arena: Arena, allocator: Allocator, longest: int, path: PathMaker) -> Cache:
     from kvbench.paged.cache import BlockCache
 
     assert isinstance(allocator, BlockPool)
-    return BlockCache(arena, allocator, longest)
+    return BlockCache(arena, allocator, longest, path)
 
 
 def _scheduler(batching: str, allocator: Allocator, limits: Limits) -> Scheduler:

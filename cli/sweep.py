@@ -11,6 +11,7 @@ from kvbench.cli import config as flags
 from kvbench.cli import load_flags as load
 from kvbench.cli import parse
 from kvbench.cli.load_config import parse_seconds
+from kvbench.engine.attention.paths import AUTO, PATHS
 from kvbench.workloads.options import choice
 
 
@@ -35,6 +36,9 @@ def sweep(
     kv_memory: Annotated[str | None, typer.Option(help="KV budget, the same for each backend, as 4GiB.")] = None,
     kv_dtype: Annotated[
         str, typer.Option(help="Of the KV cache: auto (as --dtype) | fp8, of simulated cards.")
+    ] = "auto",
+    attention: Annotated[
+        str, typer.Option(help="How it is computed: auto (the fastest there is) | cpp (on CPUs) | torch.")
     ] = "auto",
     gpu_memory_utilization: Annotated[
         float,
@@ -177,6 +181,7 @@ def sweep(
         tp=tp,
         gpu_file=gpu_file,
         kv_dtype=choice(kv_dtype, flags.KV_DTYPES, "--kv-dtype"),
+        attention=choice(attention, (AUTO, *PATHS), "--attention"),
         kv_bytes=None if kv_memory is None else parse.parse_bytes(kv_memory, "--kv-memory"),
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,

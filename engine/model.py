@@ -155,10 +155,14 @@ class BoundModel:
                 self.nbytes += decoder.fuse()
                 self._decoder = decoder
                 return
-        head: Any = getattr(self.module, "lm_head", None)
         embedding: Any = cast("Any", self.module).get_input_embeddings()
-        tied = head is not None and head.weight is embedding.weight
-        self.nbytes += pack(self.module, embedding.weight if tied else None)
+        self.nbytes += pack(self.module, embedding.weight if self.tied else None)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head multiplies with the embedding's own weights."""
+        head: Any = getattr(self.module, "lm_head", None)
+        return head is not None and head.weight is cast("Any", self.module).get_input_embeddings().weight
 
     @property
     def fused(self) -> bool:

@@ -13,6 +13,7 @@ from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by transformers when it is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch; tiny models gain nothing from more, busy machines lose
+os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is first imported: kernels run without a card
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script; the tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,6 +16,8 @@ from torch import Tensor
 from kvbench.contiguous.cache import SlotCache
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import Arena, KVShape
+from kvbench.engine.attention.layout import PathMaker
+from kvbench.engine.attention.torch_path import TorchPath
 from kvbench.engine.clock import WallClock
 from kvbench.engine.engine import Engine, serve
 from kvbench.engine.interfaces import Cache
@@ -118,12 +120,12 @@ def arena_for(
     return kind(shape, rows, dtype, torch.device("cpu"), host_rows=host_rows, fill=fill)
 
 
-def cache_for(allocator: Slots | BlockPool, arena: Arena) -> SlotCache | BlockCache:
+def cache_for(allocator: Slots | BlockPool, arena: Arena, path: PathMaker = TorchPath) -> SlotCache | BlockCache:
     """The device half that belongs to the allocator."""
     longest = allocator.pool_tokens
     if isinstance(allocator, BlockPool):
-        return BlockCache(arena, allocator, longest)
-    return SlotCache(arena, allocator, longest)
+        return BlockCache(arena, allocator, longest, path)
+    return SlotCache(arena, allocator, longest, path)
 
 
 def answer(

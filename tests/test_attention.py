@@ -18,7 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvbench.contiguous.slots import Slots
 from kvbench.engine.arena import KVShape
+from kvbench.engine.attention.cpu_path import CppPath, why_not
+from kvbench.engine.attention.layout import PathMaker
 from kvbench.engine.attention.reference import attention
+from kvbench.engine.attention.torch_path import TorchPath
 from kvbench.engine.sequence import Sequence
 from kvbench.engine.types import Batch, Chunk, Request
 from kvbench.paged.blocks import BlockPool
@@ -120,19 +123,27 @@ LAYOUTS: dict[str, Callable[[], Slots | BlockPool]] = {
 }
 
 
+PATHS: dict[str, PathMaker] = {"torch": TorchPath, "cpp": CppPath}
+
+
 def sequence(number: int, length: int) -> Sequence:
     return Sequence.of(Request(number, (0,) * length, 1))
 
 
 def served(
-    problem: Problem, allocator: Slots | BlockPool, chunks: tuple[int, ...], fill: float = math.nan
+    problem: Problem,
+    allocator: Slots | BlockPool,
+    path: str | PathMaker,
+    chunks: tuple[int, ...],
+    fill: float = math.nan,
 ) -> list[Tensor]:
     """Each sequence's output [L, Hq, D], computed in batches that give every unfinished sequence one chunk, `chunks`
     tokens long in turn. Layer 0 attends without a window, layer 1 as the problem says."""
     tensors = drawn(problem)
-    cache = cache_for(
-        allocator, arena_for(allocator, KVShape(2, problem.kv_heads, problem.dim), problem.dtype, fill=fill)
-    )
+    arena = arena_for(allocator, KVShape(2, problem.kv_heads, problem.dim), problem.dtype, fill=fill)
+    if path == "cpp" and (obstacle := why_not(arena.k[0].device, problem.dtype, problem.dim)):
+        pytest.skip(obstacle)
+    cache = cache_for(allocator, arena, PATHS[path] if isinstance(path, str) else path)
     sequences = [sequence(number, length) for number, length in enumerate(problem.lengths)]
     outputs: list[list[Tensor]] = [[] for _ in sequences]
     options = {"scale": problem.dim**-0.5, "softcap": problem.softcap, "sinks": tensors.sinks}
@@ -174,62 +185,87 @@ ODD_LENGTHS = (1, 7, 33)
 FLOATS = [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 4), (3, 3), (7, 2), (8, 1)])
 @pytest.mark.parametrize("dim", [64, 80, 96])
-def test_heads_of_every_size(dim: int, group: int, kv_heads: int, dtype: torch.dtype, layout: str) -> None:
+def test_heads_of_every_size(dim: int, group: int, kv_heads: int, dtype: torch.dtype, layout: str, path: str) -> None:
     problem = Problem(ODD_LENGTHS, kv_heads=kv_heads, group=group, dim=dim, dtype=dtype)
-    assert_exact_enough(problem, served(problem, LAYOUTS[layout](), chunks=(5, 1, 9)))
+    assert_exact_enough(problem, served(problem, LAYOUTS[layout](), path, chunks=(5, 1, 9)))
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chunk", [1, 5, 7, 18])
 @pytest.mark.parametrize("window", [1, 6, 18])
 def test_a_window_hides_what_lies_before_it(  # transformers PR#47708
-    window: int, chunk: int, layout: str
+    window: int, chunk: int, layout: str, path: str
 ) -> None:
     problem = Problem(tuple(range(1, 19)), kv_heads=1, group=2, window=window)
-    assert_exact_enough(problem, served(problem, LAYOUTS[layout](), chunks=(chunk,)))
+    assert_exact_enough(problem, served(problem, LAYOUTS[layout](), path, chunks=(chunk,)))
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(1.5, False), (None, True), (1.5, True)])
 def test_soft_caps_and_sinks(
-    softcap: float | None, with_sinks: bool, window: int | None, dtype: torch.dtype, layout: str
+    softcap: float | None, with_sinks: bool, window: int | None, dtype: torch.dtype, layout: str, path: str
 ) -> None:
     problem = Problem(ODD_LENGTHS, dtype=dtype, window=window, softcap=softcap, with_sinks=with_sinks)
-    assert_exact_enough(problem, served(problem, LAYOUTS[layout](), chunks=(5, 1, 9)))
+    assert_exact_enough(problem, served(problem, LAYOUTS[layout](), path, chunks=(5, 1, 9)))
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "problem", [Problem(ODD_LENGTHS, window=6), Problem(ODD_LENGTHS, softcap=1.5, with_sinks=True)]
 )
-def test_what_lies_in_unused_rows_changes_no_bit(problem: Problem, layout: str) -> None:  # vllm PR#47305
+def test_what_lies_in_unused_rows_changes_no_bit(problem: Problem, layout: str, path: str) -> None:  # vllm PR#47305
     over_nan, over_zero, over_much = (
-        served(problem, LAYOUTS[layout](), chunks=(5, 1, 9), fill=fill) for fill in (math.nan, 0.0, 1e30)
+        served(problem, LAYOUTS[layout](), path, chunks=(5, 1, 9), fill=fill) for fill in (math.nan, 0.0, 1e30)
     )
     for first, second, third in zip(over_nan, over_zero, over_much, strict=True):
         assert torch.equal(first, second) and torch.equal(first, third)
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "problem", [Problem(ODD_LENGTHS, window=6), Problem(ODD_LENGTHS, softcap=1.5, with_sinks=True)]
 )
 @pytest.mark.parametrize("spoilt", [(0, 1), (2,)])
 def test_a_neighbour_of_nan_changes_no_bit(  # vllm PR#47305, vllm PR#57094
-    spoilt: tuple[int, ...], problem: Problem, layout: str
+    spoilt: tuple[int, ...], problem: Problem, layout: str, path: str
 ) -> None:
     """What a batch is padded with, or one broken sequence in it, is as good as not there for the others."""
     calm, rough = (
-        served(one, LAYOUTS[layout](), chunks=(5, 1, 9)) for one in (problem, replace(problem, spoilt=spoilt))
+        served(one, LAYOUTS[layout](), path, chunks=(5, 1, 9)) for one in (problem, replace(problem, spoilt=spoilt))
     )
     for number, (expected, found) in enumerate(zip(calm, rough, strict=True)):
         assert found.isnan().all() if number in spoilt else torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("group", "dim"), [(16, 112), (32, 128), (1, 256), (2, 8), (3, 20), (71, 64)])
+def test_the_kernel_takes_heads_of_any_size(group: int, dim: int, dtype: torch.dtype, layout: str) -> None:
+    problem = Problem(ODD_LENGTHS, kv_heads=1, group=group, dim=dim, dtype=dtype)
+    assert_exact_enough(problem, served(problem, LAYOUTS[layout](), "cpp", chunks=(5, 1, 9)))
+
+
+@pytest.mark.parametrize("block_size", [0, 1, 5, 16, 48, 100, 256])
+@pytest.mark.parametrize("problem", [Problem((600,), kv_heads=1), Problem((600,), kv_heads=1, window=300)])
+def test_the_kernel_splits_few_long_sequences(
+    problem: Problem, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among many threads: a decode, a short chunk and a whole prompt, over blocks of any size (0: a range)."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for chunks in ((590, 1, 1, 8), (600,)):
+        allocator = blocks(block_size) if block_size else Slots(POOL, 600)
+        assert_exact_enough(problem, served(problem, allocator, "cpp", chunks=chunks))
 
 
 def test_tables_are_really_shuffled() -> None:

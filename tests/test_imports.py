@@ -30,6 +30,7 @@ HEAVY |= {"accelerate", "gguf", "safetensors"}
 HEAVY_FILES = {
     "contiguous/cache.py",
     "engine/arena.py",
+    "engine/attention/cpu_path.py",
     "engine/attention/layout.py",
     "engine/attention/reference.py",
     "engine/attention/torch_path.py",

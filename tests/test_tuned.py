@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fakes_device import answer
+from fakes_device import answer, arena_for, cache_for
 from test_parity import BACKENDS, LIMITS, NEW_TOKENS, case
 from tiny_models import departures
 from torch import nn
 
 from kvbench.engine import decoder, linear
+from kvbench.engine.attention.paths import choose
 from kvbench.engine.decoder import KIND
 from kvbench.engine.linear import Linear, pack, packable
 from kvbench.engine.model import FAMILIES, BoundModel, Dense
@@ -31,8 +32,12 @@ def tuned(family: str, dtype: torch.dtype = torch.float32) -> BoundModel:
 def test_tokens_of_a_tuned_model_equal_those_of_generate(family: str) -> None:
     this, model = case(family), tuned(family)
     assert model.fused == (type(model.module).__name__ in KIND)
-    run = answer(model, BACKENDS["paged"](), this.prompts, new_tokens=NEW_TOKENS, limits=LIMITS)
-    assert departures(run, this.expected) == []
+    for backend in BACKENDS:
+        allocator = BACKENDS[backend]()
+        path = choose("auto", model.device, model.dtype, model.kv.head_dim).make
+        cache = cache_for(allocator, arena_for(allocator, model.kv), path)
+        run = answer(model, allocator, this.prompts, new_tokens=NEW_TOKENS, limits=LIMITS, cache=cache)
+        assert departures(run, this.expected) == []
 
 
 def test_the_main_kinds_are_fused() -> None:

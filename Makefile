@@ -9,7 +9,7 @@ GPU := $(shell if nvidia-smi >/dev/null 2>&1 || test -e /dev/nvidia0; then echo 
 PINS := $(if $(GPU),,-c constraints-cpu.txt)
 KIND := $(if $(GPU),a build for this machine's GPU,a CPU build: no NVIDIA GPU found)
 
-.PHONY: kernels sweep model test soak bench peers sharing paper pages timelines score check venv clean
+.PHONY: gpu kernels sweep model test soak bench peers sharing paper pages timelines score check venv clean
 .DELETE_ON_ERROR:
 
 sweep: model
@@ -22,10 +22,18 @@ test: $(VENV)/installed-dev model
 soak: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -m soak -s $(ARGS)
 
-# How much load the client of --target can make, and how fast the simulator is; benchmarks, no part of the tests.
+# How much load the client of --target can make, how fast the simulator is, what the host does for a step, and one job
+# by kvbench and transformers side by side; benchmarks, no part of the tests.
 bench: $(VENV)/installed
 	$(VENV)/bin/python tests/bench_client.py
 	$(VENV)/bin/python tests/bench_simulator.py
+	$(VENV)/bin/python tests/bench_host.py
+	$(VENV)/bin/python tests/bench_step.py
+
+# What only a card can prove, in one run of some minutes; with torch, triton and transformers there it needs no set-up:
+# python3 tests/gpu.py.
+gpu: $(VENV)/installed
+	$(VENV)/bin/python tests/gpu.py $(ARGS)
 
 # A real vLLM server without a GPU beside both backends, and its own benchmark beside ours. Some gigabytes at first.
 peers: model

@@ -24,6 +24,7 @@ COMMANDS = {
     "sweep": "Measure both KV-cache layouts over a grid of concurrency and context length.",
     "capacity": "Show how many tokens and users fit into a card, in either layout, and every term of the sum.",
     "doctor": "Look at this machine: devices, driver, libraries, kernels; what is missing and how to get it.",
+    "attention": "Measure attention in both layouts against what this device can read and multiply.",
     "models": "List the built-in model shapes, with where their numbers come from.",
     "gpus": "List the cards of the catalogue, each figure with its source.",
     "workloads": "Show what a load is in numbers, before any of it is asked: `workloads show`.",

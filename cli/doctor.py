@@ -47,4 +47,5 @@ def findings() -> Iterator[Finding]:
     yield from diagnosis.cards(find_driver(), diagnosis.this_torch(), diagnosis.this_system(), os.getpid())
     yield from diagnosis.processor()
     yield diagnosis.energy(len(rapl_domains()), len(packages()))
+    yield from diagnosis.kernels()
     yield from diagnosis.models()

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.cli.asking import CPU_LOADS, GPU_LOADS
 from kvbench.cli.config import SweepConfig
-from kvbench.cli.stack import SERVER, Backend, CacheConfig
+from kvbench.cli.stack import BACKENDS, SERVER, Backend, CacheConfig
 from kvbench.engine.clock import WallClock
 from kvbench.engine.shapes import SHAPES, find_shape
+from kvbench.errors import KvbenchError
 from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.records import MEASURED, Run
 from kvbench.workloads.grid import Cell
@@ -109,7 +110,7 @@ class Owned:
         """The model, to the device."""
         import torch
 
-        from kvbench.engine.attention.paths import AUTO, choose
+        from kvbench.engine.attention.paths import AUTO, RANGES_ONLY, choose
         from kvbench.engine.weights import load_model, unpack
 
         dtype = getattr(torch, self.dtype)
@@ -130,6 +131,13 @@ class Owned:
         self._path = choose(self._config.attention, self.device.torch, dtype, kv.head_dim)
         if self._config.attention == AUTO:
             self._choices["attention"] = self._path.why
+        here = [one.backend for one in self._config.variants if one.backend != SERVER]
+        scattered = [backend for backend in here if not BACKENDS[backend].ranges]
+        if self._path.name in RANGES_ONLY and scattered:
+            raise KvbenchError(
+                f"--attention {self._path.name} reads ranges of rows, which {scattered[0]} does not keep; "
+                "add --backend contiguous or choose another --attention"
+            )
         self.load_s = time.perf_counter() - started_s
 
     @property

@@ -51,6 +51,7 @@ class CacheConfig:
 class Backend:
     """A way to hold memory: who holds which rows, and how the device finds them. `policies` are the fields of a
     `Variant` that it lets one choose, each with its values, the default first. `shares`: rows may have several readers.
+    `ranges`: those of a sequence lie side by side.
     `most_at_once(memory, input_tokens, output_tokens)`: how many such sequences it can hold together, each to its end.
     """
 
@@ -60,6 +61,7 @@ class Backend:
     most_at_once: Callable[[CacheConfig, int, int], int]
     policies: Mapping[str, Sequence[str]] = field(default_factory=dict)
     shares: bool = False
+    ranges: bool = False
 
 
 def _slot_cache(arena: Arena, allocator: Allocator, longest: int, path: PathMaker) -> Cache:
@@ -94,6 +96,7 @@ BACKENDS = {
                 config.pool_tokens, config.max_model_len, config.reserve or "max", *lengths
             ),
             policies={"reserve": POLICIES, "batching": BATCHINGS},
+            ranges=True,
         ),
         Backend(
             "paged",

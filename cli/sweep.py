@@ -38,7 +38,8 @@ def sweep(
         str, typer.Option(help="Of the KV cache: auto (as --dtype) | fp8, of simulated cards.")
     ] = "auto",
     attention: Annotated[
-        str, typer.Option(help="How it is computed: auto (the fastest there is) | cpp (on CPUs) | torch.")
+        str,
+        typer.Option(help="How: auto (the fastest) | torch | cpp (CPUs) | triton (GPUs) | varlen (GPUs, contiguous)."),
     ] = "auto",
     gpu_memory_utilization: Annotated[
         float,

@@ -110,8 +110,8 @@ def _rows(
     fill: float,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Keys and values of every layer, written once."""
-    nbytes, available = rows * shape.bytes_per_token(dtype.itemsize), available_bytes(device)
-    if nbytes > available:
+    nbytes = rows * shape.bytes_per_token(dtype.itemsize)
+    if rows and nbytes > (available := available_bytes(device)):
         raise CellOutOfMemory(f"{what} of {nbytes:,} bytes does not fit in {available:,} bytes free")
     size = (shape.layers, rows, shape.kv_heads, shape.head_dim)
     with out_of_memory(f"{what} of {nbytes:,} bytes"):

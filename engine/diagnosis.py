@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kvbench.engine.attention.paths import FASTEST
 from kvbench.engine.nvml import Driver, DriverCard, Process, find_driver
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -249,6 +250,29 @@ def processor() -> Iterator[Finding]:
     )
     if (others := cpu_in_use()) > BUSY:
         yield Finding("CPU", NOTE, f"others keep {others:.0%} of it busy", "end them: times will be longer and vary")
+
+
+def kernels() -> Iterator[Finding]:
+    """Each way to compute attention on each device, tried on a small problem; and which one a sweep takes."""
+    import torch
+
+    from kvbench.engine.attention.paths import AUTO, choose
+    from kvbench.engine.attention.selftest import DIM, try_paths
+    from kvbench.engine.environment import find_device
+
+    names = [f"cuda:{number}" for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+    for name in [*names, "cpu"]:
+        device = find_device(name)
+        dtype = torch.bfloat16 if device.bf16 else torch.float16 if device.kind == "cuda" else torch.float32
+        chosen = choose(AUTO, device.torch, dtype, DIM)
+        topic, format_name = f"attention, {name}", str(dtype).removeprefix("torch.")
+        yield Finding(topic, OK, f"a sweep takes {chosen.name} in {format_name}: {chosen.why}")
+        for one in try_paths(device.torch, dtype):
+            if one.available:
+                mend = "report it with this text; --attention torch avoids it" if one.wrong else ""
+                yield Finding(topic, WRONG if one.wrong else OK, f"{one.path} {one.said}", mend)
+            elif one.path == FASTEST[device.kind]:
+                yield Finding(topic, NOTE, f"{one.path} cannot be had: {one.said}", "without it attention is slower")
 
 
 def models() -> Iterator[Finding]:

@@ -151,11 +151,12 @@ def _output(*command: str) -> bytes | None:
 
 def available_bytes(device: torch.device) -> int:
     """Memory of the device that nobody uses now; on a CPU also within the limit of a container."""
-    import psutil
     import torch
 
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
     return min(int(psutil.virtual_memory().available), _container_bytes(Path("/sys/fs/cgroup")))
 
 

@@ -70,7 +70,8 @@ model: $(VENV)/installed
 # How far predictions of published measurements are off, by cross-validation: some minutes on two cores.
 FILE ?= ../shared/data/measured_points.csv
 score: $(VENV)/installed
-	$(VENV)/bin/kvbench score $(FILE) --cross-validate --report docs/accuracy.md --split docs/score-split.csv $(ARGS)
+	$(VENV)/bin/kvbench score $(FILE) --cross-validate --report docs/accuracy.md --split docs/score-split.csv \
+	    --intervals planner/intervals.toml $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

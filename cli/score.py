@@ -29,23 +29,32 @@ def score(
     split: Annotated[
         Path | None, typer.Option("--split", help="Also write which configuration is in which fold to this CSV file.")
     ] = None,
+    intervals: Annotated[
+        Path | None,
+        typer.Option("--intervals", help="Also write the ranges of --cross-validate to this TOML file."),
+    ] = None,
 ) -> None:
     """Predict published measurements, by the shipped parameters or by cross-validation, beside the datasheet's roofline
     (peak rates, nothing else).
 
-    MAPE, signed bias and 90th percentile by metric and class; refused and excluded rows are counted by rule.
+    MAPE, signed bias and 90th percentile by metric and class, and how many of the measured values its 90 % ranges hold;
+    refused and excluded rows are counted by rule.
     """
     from kvbench.cli.config import FORMATS
+    from kvbench.errors import KvbenchError
     from kvbench.planner.published import read_rows
-    from kvbench.planner.score import cross_score, refusals, score, summarise
+    from kvbench.planner.score import cross_score, score
     from kvbench.planner.shipped import shipped
+    from kvbench.planner.tally import refusals, summarise
     from kvbench.reports.accuracy import render
     from kvbench.workloads.options import choice
 
     output_format = choice(output_format, FORMATS, "--format")
     measured = read_rows(file)
-    for option, path in (("--rows", rows), ("--split", split), ("--report", report)):
+    for option, path in (("--rows", rows), ("--split", split), ("--report", report), ("--intervals", intervals)):
         _check_target(option, path, file)
+    if intervals and not cross_validate:
+        raise KvbenchError("--intervals are quantiles of what was held out; add --cross-validate")
     model = shipped()
     outcomes = cross_score(measured, model, _say) if cross_validate else score(measured, model)
     lines = [line.as_row() for line in summarise(outcomes)]
@@ -58,6 +67,8 @@ def score(
         _write(rows, _row_table(outcomes))
     if split:
         _write(split, _split_table(measured))
+    if intervals:
+        _write_ranges(intervals, outcomes, file)
     if report:
         _report(report, outcomes, file, cross_validate, measured)
 
@@ -101,6 +112,8 @@ def _row_table(outcomes: Sequence[Outcome]) -> list[list[object]]:
             "measured",
             "predicted",
             "baseline",
+            "low",
+            "high",
             "refused",
             "excluded",
             "reason",
@@ -108,9 +121,23 @@ def _row_table(outcomes: Sequence[Outcome]) -> list[list[object]]:
     ]
     for one in outcomes:
         row = one.row
-        values = (one.predicted, one.baseline, one.refused, one.excluded, one.reason)
+        values = (one.predicted, one.baseline, one.low, one.high, one.refused, one.excluded, one.reason)
         table.append([row.line, row.configuration.key, row.metric, one.kind, row.value, *values])
     return table
+
+
+def _write_ranges(path: Path, outcomes: Sequence[Outcome], file: Path) -> None:
+    import datetime
+
+    from kvbench.errors import KvbenchError
+    from kvbench.planner.intervals import ranges_of, write
+    from kvbench.planner.score import residuals_of
+
+    text = write(ranges_of(residuals_of(outcomes)), file.name, datetime.date.today().isoformat())
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KvbenchError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _split_table(rows: Sequence[Row]) -> list[list[object]]:
@@ -122,12 +149,17 @@ def _split_table(rows: Sequence[Row]) -> list[list[object]]:
     return table + [[key, rate_fold(one), one.shape, one.card] for key, one in sorted(seen.items())]
 
 
+RANGES = """Where a measurement lies with a probability of 90 %, relative to its prediction (`planner/intervals.py`):
+quantiles of a class's held-out residuals, which `intervals.toml` keeps and a sweep of a virtual card shows. How much
+such a range holds is counted honestly: each row's own is taken from the folds it is not in."""
+
+
 def _report(path: Path, outcomes: Sequence[Outcome], file: Path, crossed: bool, rows: Sequence[Row]) -> None:
     import datetime
 
     from kvbench.errors import KvbenchError
-    from kvbench.planner.score import refusals, summarise
-    from kvbench.reports.accuracy import document, table_of
+    from kvbench.planner.tally import coverage, refusals, summarise
+    from kvbench.reports.accuracy import document, ranges_table, table_of
 
     lines = [line.as_row() for line in summarise(outcomes)]
     refused, excluded, share = refusals(outcomes)
@@ -143,6 +175,8 @@ def _report(path: Path, outcomes: Sequence[Outcome], file: Path, crossed: bool, 
         parts += [f"### {kind.capitalize()}", table_of([line for line in mine if line["n"] or line["baseline_n"]])]
         if whole := [str(line["metric"]) for line in mine if not line["n"] and not line["baseline_n"]]:
             parts.append(f"Refused or excluded as a whole: {', '.join(whole)}.")
+    if crossed:
+        parts[2:2] = ["### 90 % ranges", RANGES, ranges_table(coverage(outcomes))]
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else "# How far predictions are off\n"
         path.write_text(document(before, parts), encoding="utf-8")

@@ -20,8 +20,8 @@ from kvbench.errors import KvbenchError
 from kvbench.metrics.points import LoadPoint
 from kvbench.metrics.records import SIMULATED, Run
 from kvbench.planner.catalog import find_card, load_cards
+from kvbench.planner.intervals import columns_of, shipped_ranges
 from kvbench.planner.memory import Memory, Serving, plan_memory
-from kvbench.planner.reach import span
 from kvbench.planner.simulator import SimExecutor
 from kvbench.planner.steps import step_cost
 from kvbench.workloads.grid import Cell
@@ -185,15 +185,12 @@ class Virtual:
         return f"{f'{self.tp} x ' if self.tp > 1 else ''}{self.card.name}"
 
     def caveats(self, run: Run, numbers: Mapping[str, object]) -> dict[str, object]:
-        """Where a run's steps go beyond what step times were fitted to, and the range of speeds that is all one can
-        say then; `beyond_fit` is empty where they do not."""
+        """What a prediction rests on (`evidence_class`), where its steps go beyond what step times were fitted to
+        (`beyond_fit`, blank where they do not), and where 90 % of what would be measured lies."""
         beyond = self.steps.reach.beyond(run.steps)
-        rate = numbers.get("output_tokens_per_s")
-        low, high = span(rate) if beyond and isinstance(rate, float) else (None, None)
         return {
+            **columns_of(self.steps.kind, bool(beyond), numbers, shipped_ranges()),
             "beyond_fit": "; ".join(beyond),
-            "output_tokens_per_s_low": low,
-            "output_tokens_per_s_high": high,
         }
 
     def described(self) -> dict[str, str]:

@@ -26,12 +26,13 @@ FOLDS = 5
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A case predicted without its fold: metrics, the class it belongs to, and the step parameters' effects."""
+    """A case predicted without its `fold`: metrics, the class it belongs to, and the step parameters' effects."""
 
     case: Case
     kind: str
     predicted: dict[str, float]
     effects: Effects
+    fold: str = ""
 
 
 def rate_fold(configuration: Configuration) -> str:
@@ -78,7 +79,7 @@ def cross_validate(
                     continue
                 if kind == "new card" and fold in lonely:
                     name = "new card and engine"
-                found.append(HeldOut(out.case, name, out.predicted, out.effects))
+                found.append(HeldOut(out.case, name, out.predicted, out.effects, fold))
     return found
 
 

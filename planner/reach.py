@@ -1,5 +1,5 @@
 """How far a fit reaches: the largest steps among the runs that the parameters of an engine generation were fitted to.
-Beyond them a cost model still gives a number, but nobody has held it against anything: it is the middle of a range."""
+Beyond them a cost model still gives a number, but nobody has held it against anything."""
 
 from __future__ import annotations
 
@@ -12,16 +12,6 @@ from kvbench.planner.predict import replayed
 
 if TYPE_CHECKING:
     from kvbench.planner.fit import Case
-
-FAR = 0.54
-"""How far off 90 % of predicted output tokens/s are on cards that a fit has not seen, as a share of what was measured
-(docs/accuracy.md, 2026-11-30). Beyond a fit's reach nothing better is known."""
-
-
-def span(rate: float) -> tuple[float, float]:
-    """Between what the measured rate is where a prediction is off by no more than that."""
-    return rate / (1 + FAR), rate / (1 - FAR)
-
 
 Numbers = tuple[int, int, int]
 

@@ -7,7 +7,6 @@ a row's class says how near it is to what they were fitted to; under cross-valid
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,8 +15,10 @@ from kvbench.planner.crossvalidate import corrected, cross_validate
 from kvbench.planner.effects import effect_names, values_of
 from kvbench.planner.fit import NOISE as SCORED
 from kvbench.planner.fit import Case, fit
+from kvbench.planner.intervals import Nested, Range, Residual, find_range, shipped_ranges
 from kvbench.planner.predict import Refused, Situation, look_up, metrics_of, overloaded, parameters_of
 from kvbench.planner.published import Configuration, Row, Settings
+from kvbench.planner.residuals import FAMILIES
 from kvbench.planner.shipped import Shipped
 
 MEMORY_METRICS = {"weights_GiB_per_gpu", "activation_peak_GiB_per_gpu", "kv_pool_GiB_per_gpu", "kv_pool_tokens"}
@@ -42,6 +43,22 @@ class Outcome:
     refused: str = ""
     excluded: str = ""
     reason: str = ""
+    fold: str = ""
+    range: Range | None = None
+
+    @property
+    def low(self) -> float | None:
+        return None if self.range is None or self.predicted is None else self.range.around(self.predicted)[0]
+
+    @property
+    def high(self) -> float | None:
+        return None if self.range is None or self.predicted is None else self.range.around(self.predicted)[1]
+
+    @property
+    def covered(self) -> bool | None:
+        """Whether what was measured lies within the range; None where there is none."""
+        low, high = self.low, self.high
+        return None if low is None or high is None else low <= self.row.value <= high
 
 
 @dataclass(slots=True)
@@ -148,7 +165,9 @@ def score(rows: Sequence[Row], model: Shipped) -> list[Outcome]:
             outcomes.append(Outcome(row, kind, excluded="overload without a request count"))
             continue
         predicted = corrected(case, model.effects, model.residuals).get(metric)
-        outcomes.append(Outcome(row, kind, predicted, baseline.value(row)))
+        found = Outcome(row, kind, predicted, baseline.value(row))
+        found.range = find_range(shipped_ranges(), kind, metric)
+        outcomes.append(found)
     return outcomes
 
 
@@ -169,10 +188,23 @@ def cross_score(rows: Sequence[Row], model: Shipped, say: Callable[[str], None])
             if uncounted_overload(out.case, metric, values):
                 outcomes.append(Outcome(row, out.kind, excluded="overload without a request count"))
             else:
-                outcomes.append(Outcome(row, out.kind, out.predicted.get(metric), baseline.value(row)))
+                predicted = out.predicted.get(metric)
+                outcomes.append(Outcome(row, out.kind, predicted, baseline.value(row), fold=out.fold))
+    nested = Nested(residuals_of(outcomes))
+    for one in outcomes:
+        one.range = nested.find(one.kind, SAME.get(one.row.metric, one.row.metric), one.fold)
     for i in [*looked.refused, *looked.excluded]:
         outcomes += [_unscored(rows[i], looked, i, baseline, kind) for kind in CROSS_CLASSES[:3]]
     return outcomes
+
+
+def residuals_of(outcomes: Iterable[Outcome]) -> list[Residual]:
+    """What predictions of held-out rows left over."""
+    return [
+        Residual(one.kind, FAMILIES[SAME.get(one.row.metric, one.row.metric)], one.fold, math.log(one.row.value / off))
+        for one in outcomes
+        if (off := one.predicted)
+    ]
 
 
 def _unscored(row: Row, looked: Looked, i: int, baseline: Baseline, kind: str) -> Outcome:
@@ -180,89 +212,3 @@ def _unscored(row: Row, looked: Looked, i: int, baseline: Baseline, kind: str) -
         return Outcome(row, kind, excluded=looked.excluded[i])
     refused = looked.refused[i]
     return Outcome(row, kind, baseline=baseline.value(row), refused=refused.rule, reason=str(refused))
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One metric in one class."""
-
-    metric: str
-    kind: str
-    n: int
-    mape: float | None
-    median: float | None
-    bias: float | None
-    p90: float | None
-    refused: int
-    excluded: int
-    baseline_n: int
-    baseline_mape: float | None
-    baseline_bias: float | None
-    baseline_p90: float | None
-
-    def as_row(self) -> dict[str, str | int | float | None]:
-        """As it is stored: relative errors, not per cent."""
-        return {
-            "metric": self.metric,
-            "class": self.kind,
-            "n": self.n,
-            "mape": self.mape,
-            "bias": self.bias,
-            "p90": self.p90,
-            "refused": self.refused,
-            "excluded": self.excluded,
-            "median": self.median,
-            "baseline_n": self.baseline_n,
-            "baseline_mape": self.baseline_mape,
-            "baseline_bias": self.baseline_bias,
-            "baseline_p90": self.baseline_p90,
-        }
-
-
-def summarise(outcomes: Iterable[Outcome]) -> list[Line]:
-    """Errors by metric and class, in the order of classes."""
-    groups: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault((outcome.kind, outcome.row.metric), []).append(outcome)
-    lines = []
-    for kind, metric in sorted(groups, key=lambda key: (CLASSES.index(key[0]), key[1])):
-        members = groups[kind, metric]
-        own = [one.predicted / one.row.value - 1 for one in members if one.predicted is not None]
-        plain = [one.baseline / one.row.value - 1 for one in members if one.baseline is not None]
-        mape, median, bias, p90 = _errors(own)
-        plain_mape, _, plain_bias, plain_p90 = _errors(plain)
-        refused = sum(bool(one.refused) for one in members)
-        excluded = sum(bool(one.excluded) for one in members)
-        lines.append(
-            Line(
-                *(metric, kind, len(own), mape, median, bias, p90, refused, excluded),
-                *(len(plain), plain_mape, plain_bias, plain_p90),
-            )
-        )
-    return lines
-
-
-def _errors(errors: Sequence[float]) -> tuple[float | None, float | None, float | None, float | None]:
-    """Mean and median absolute error, mean error, 90th percentile of the absolute one (linear interpolation)."""
-    if not errors:
-        return None, None, None, None
-    sizes = sorted(abs(error) for error in errors)
-
-    def at(share: float) -> float:
-        place = share * (len(sizes) - 1)
-        low = math.floor(place)
-        return sizes[low] + (place - low) * (sizes[min(low + 1, len(sizes) - 1)] - sizes[low])
-
-    return sum(sizes) / len(sizes), at(0.5), sum(errors) / len(errors), at(0.9)
-
-
-def refusals(outcomes: Iterable[Outcome]) -> tuple[Counter[str], Counter[str], float]:
-    """Rows refused and excluded by rule, and the share refused of those with a known card and shape; each row once."""
-    seen: dict[int, Outcome] = {}
-    for outcome in outcomes:
-        seen.setdefault(outcome.row.line, outcome)
-    refused = Counter(one.refused for one in seen.values() if one.refused)
-    excluded = Counter(one.excluded for one in seen.values() if one.excluded)
-    known = sum(one.refused != "card or shape" and not one.excluded for one in seen.values())
-    of_known = sum(count for rule, count in refused.items() if rule != "card or shape")
-    return refused, excluded, of_known / known if known else 0.0

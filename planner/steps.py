@@ -17,6 +17,7 @@ from kvbench.planner.effects import effect_names, values_of
 from kvbench.planner.engines import EngineRules, find_engine
 from kvbench.planner.forecast import Limits
 from kvbench.planner.formats import Format, find_format
+from kvbench.planner.intervals import NEW_CARD, NEW_MODEL, NEW_RATE
 from kvbench.planner.predict import Situation, parameters_of
 from kvbench.planner.published import Configuration
 from kvbench.planner.reach import Reach
@@ -30,11 +31,12 @@ SCHEMES = {"fp8": "FP8", "mxfp4": "MXFP4", "int4": "AWQ/INT4", "awq": "AWQ/INT4"
 @dataclass(frozen=True, slots=True)
 class Steps:
     """`cost` gives each step its seconds and is fitted up to `reach`; `source` says in words what its parameters were
-    fitted to, `facts` which they are."""
+    fitted to, `kind` how near that is (a class of planner/intervals.py), `facts` which they are."""
 
     cost: CostModel
     reach: Reach
     source: str
+    kind: str
     facts: dict[str, Any]
 
 
@@ -48,12 +50,13 @@ def step_cost(card: Card, shape: ModelShape, dtype: str, tp: int, *, kv_itemsize
     situation = Situation(card, shape, number, engine, tp, Limits(), kv_itemsize)
     parameters, _ = parameters_of(values_of(fitted.effects, effect_names(asked, situation)))
     cost = cost_model(card, shape, number, tp, parameters, kv_bytes=kv_itemsize)
-    nearness = _nearness(fitted, engine, card, shape, number)
+    kind, nearness = _nearness(fitted, engine, card, shape, number)
     source = f"as {ENGINE} ({engine.generation}), parameters fitted {fitted.date} to published runs, {nearness}"
     return Steps(
         cost,
         fitted.reach[engine.generation],
         source,
+        kind,
         {"engine": engine.generation, "format": number.name, **asdict(parameters)},
     )
 
@@ -70,14 +73,15 @@ def _format(shape: ModelShape, dtype: str) -> Format:
     return find_format(SCHEMES[scheme])
 
 
-def _nearness(fitted: Shipped, engine: EngineRules, card: Card, shape: ModelShape, number: Format) -> str:
-    """How far the parameters have to reach. A family is generation, version, card, shape, format, cards."""
+def _nearness(fitted: Shipped, engine: EngineRules, card: Card, shape: ModelShape, number: Format) -> tuple[str, str]:
+    """How far the parameters have to reach: the class and words. A family is generation, version, card, shape, format,
+    cards. The engine's generation is always known, so a card is new at most."""
     mine = [family for family in fitted.families if family[0] == engine.generation]
     here = [family for family in mine if family[2] == card.id]
     if any(family[3:5] == (shape.name, number.name) for family in here):
-        return "this model on this card among them"
+        return NEW_RATE, "this model on this card among them"
     if here:
-        return "this card among them, with other models"
+        return NEW_MODEL, "this card among them, with other models"
     if any(family[2] == card.id for family in fitted.families):
-        return "this card among them only under other engines"
-    return "this card not among them"
+        return NEW_CARD, "this card among them only under other engines"
+    return NEW_CARD, "this card not among them"

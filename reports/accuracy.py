@@ -34,7 +34,8 @@ AIMS = {
 }
 """MAPE that is aimed at."""
 
-HEADS = ("class", "metric", "n", "MAPE %", "median %", "bias %", "P90 %", "aim %", "refused", "excluded")
+ERROR_HEADS = ("class", "metric", "n", "MAPE %", "median %", "bias %", "P90 %", "aim %", "refused", "excluded")
+HEADS = (*ERROR_HEADS, "range n", "90 % holds %")
 BASELINE_HEADS = ("roofline n", "MAPE %", "bias %", "P90 %")
 
 
@@ -82,13 +83,32 @@ def _cells(row: Row) -> list[str]:
         *(str(row[key]) for key in ("class", "metric", "n")),
         *(_per_cent(row[key]) for key in ("mape", "median", "bias", "p90")),
         "" if aim is None else f"{100 * aim:.0f}",
-        *(str(row[key]) for key in ("refused", "excluded", "baseline_n")),
+        *(str(row[key]) for key in ("refused", "excluded", "ranged")),
+        _per_cent(row["covered"]),
+        str(row["baseline_n"]),
         *(_per_cent(row[key]) for key in ("baseline_mape", "baseline_bias", "baseline_p90")),
     ]
 
 
 def _per_cent(share: str | float | None) -> str:
     return "–" if share is None else f"{100 * float(share):.1f}"
+
+
+RANGE_HEADS = ("class", "family", "n", "low %", "high %", "held-out n", "90 % holds %")
+
+
+def ranges_table(rows: Sequence[Row]) -> str:
+    """By class and family of metrics: from how much below to how much above a prediction 90 % is measured, and how much
+    of what was held out such a range of the other folds holds."""
+    lines = [
+        "| " + " | ".join(RANGE_HEADS) + " |",
+        "|" + " --- |" * 2 + " ---: |" * (len(RANGE_HEADS) - 2),
+    ]
+    for row in rows:
+        ends = (f"{100 * (float(row[key] or 0) - 1):+.0f}" for key in ("low", "high"))
+        cells = [row["class"], row["family"], row["n"], *ends, row["ranged"], _per_cent(row["covered"])]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
 
 
 MARK = "<!-- what follows is written by `make score` -->"

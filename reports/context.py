@@ -14,6 +14,7 @@ from kvbench.metrics.store import RunFolder
 from kvbench.metrics.summary import of_total
 from kvbench.metrics.window import STEADY, TOTAL
 from kvbench.reports.groups import OK, Group, Results, Row, evidences
+from kvbench.reports.predictions import range_checks
 from kvbench.reports.servers import server_checks, server_line
 from kvbench.reports.sign import GOOD, WARNING, Check
 from kvbench.reports.words import DASH, binary_size, count, listing, number, percent, plain, times
@@ -189,7 +190,7 @@ def checks(folder: RunFolder, results: Results) -> list[Check]:
     found += server_checks(folder.manifest, results)
     if results.ok:
         found += [_requests(results), *_held(results), *_rates(results), *_tail(results)]
-        found += _beyond(results) + _slowed(results)
+        found += range_checks(results) + _slowed(results)
         found += [*_objectives(folder.manifest, results), _repeats(results), *_until(folder.manifest)]
         found += [*_spread(results), *_windows(results)]
     return found
@@ -236,18 +237,6 @@ def _tail(results: Results) -> list[Check]:
         return [Check(GOOD, f"every p99 from at least {count(min(samples), 'request')}")]
     few = f"p99 from as few as {count(min(samples), 'request')}"
     return [Check(WARNING, f"{few}: below {P99_SAMPLES} the slowest alone decide it")]
-
-
-def _beyond(results: Results) -> list[Check]:
-    """Of simulated cells: where steps went beyond what their times were fitted to, a range instead of a number."""
-    far = []
-    for group in results.groups:
-        words = next((row["beyond_fit"] for row in group.ok if row.get("beyond_fit")), None)
-        low, high = group.mean("output_tokens_per_s_low").value, group.mean("output_tokens_per_s_high").value
-        if words and low is not None and high is not None:
-            name = f"{results.name(group.variant)} at {group.load}"
-            far.append(f"{name} with {words}: {number(low)} to {number(high)} out tok/s rather than one number")
-    return [Check(WARNING, f"beyond what step times were fitted to: {listing(far)}")] if far else []
 
 
 def _slowed(results: Results) -> list[Check]:

@@ -10,8 +10,9 @@ from fakes import request
 from test_simulator import Toy, run_on
 from test_virtual import sweep
 
+from kvbench.planner.intervals import find_range, shipped_ranges
 from kvbench.planner.published import read_rows
-from kvbench.planner.reach import FAR, Reach, reach_of, span
+from kvbench.planner.reach import Reach, reach_of
 from kvbench.planner.score import look_at, usable
 from kvbench.planner.shipped import shipped
 
@@ -29,14 +30,6 @@ def test_a_run_is_held_against_the_reach() -> None:
     assert len(Reach(0, 0, 0).beyond(run.steps)) == 3
 
 
-def test_a_range_holds_what_is_measured_where_a_prediction_is_off_by_that_much() -> None:
-    """An error is a share of what was measured: 100 measured, 46 or 154 predicted."""
-    for predicted in (100 * (1 - FAR), 100 * (1 + FAR)):
-        low, high = span(predicted)
-        assert low <= 100.0001 and high >= 99.9999
-    assert span(100 * (1 - FAR))[1] == pytest.approx(100) and span(100 * (1 + FAR))[0] == pytest.approx(100)
-
-
 def test_the_shipped_reach_is_that_of_the_runs_it_was_fitted_to(shared_data: Path) -> None:
     looked = look_at(read_rows(shared_data / "measured_points.csv"))
     assert reach_of(usable(looked.cases, dict(shipped().effects))) == shipped().reach
@@ -51,9 +44,16 @@ def test_a_sweep_beyond_the_fit_gives_a_range(
     flags = ["--concurrency", "16,1024", "--max-num-seqs", "1024", "--num-prompts", "1024", "--input-len", "16"]
     folder = sweep("--device", "sim:h100-sxm", *flags, "--output-len", "16", "--repeats", "1", "--backend", "paged")
     within, beyond = folder.rows()
-    assert (within["beyond_fit"], within["output_tokens_per_s_low"]) == ("", None)
+    assert (within["beyond_fit"], within["evidence_class"]) == ("", "transferred")
+    assert within["prediction_class"] == "new model"
     assert f"1,024 sequences at once in a step (fitted up to {most:,})" in beyond["beyond_fit"]
-    rate = beyond["output_tokens_per_s"]
-    assert (beyond["output_tokens_per_s_low"], beyond["output_tokens_per_s_high"]) == span(rate)
+    assert (beyond["evidence_class"], beyond["prediction_class"]) == ("transferred", "new card")
+    for row in (within, beyond):
+        known = find_range(shipped_ranges(), row["prediction_class"], "output_tput")
+        assert known is not None
+        ends = (row["output_tokens_per_s_low"], row["output_tokens_per_s_high"])
+        assert ends == known.around(row["output_tokens_per_s"]) and ends[0] < row["output_tokens_per_s"] < ends[1]
+        assert row["tpot_mean_s_low"] < row["tpot_mean_s"] < row["tpot_mean_s_high"]
     said = " ".join(capsys.readouterr().out.split())
+    assert "transferred predictions: 9 of 10 measurements" in said
     assert "! beyond what step times were fitted to: paged at 1,024 users" in said and "rather than one number" in said

@@ -20,8 +20,9 @@ from kvbench.planner.fit import Case, fit, objective, residuals
 from kvbench.planner.predict import Refused, lengths, look_up, metrics_of, parameters_of, sustained_per_s
 from kvbench.planner.published import COLUMNS, Configuration, Row, parse_rows, read_note, read_rows
 from kvbench.planner.residuals import fit_residuals
-from kvbench.planner.score import Outcome, look_at, refusals, score, summarise
+from kvbench.planner.score import Outcome, look_at, score
 from kvbench.planner.shipped import shipped
+from kvbench.planner.tally import refusals, summarise
 
 ROW = {
     "model": "Meta-Llama-3-8B-Instruct",

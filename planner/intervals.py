@@ -25,6 +25,9 @@ TAIL = 0.05
 FEWEST = 10
 """With fewer residuals no range is given."""
 
+FEWEST_FOLDS = 3
+"""Rows that were left out together are off together: of fewer folds nothing is known of the next one."""
+
 FEWEST_TAILS = 19
 """From so many on there is a rank that 5 % of the next values lie beyond; of fewer the range is their extremes."""
 
@@ -75,21 +78,24 @@ Ranges = Mapping[tuple[str, str], Range]
 
 
 def range_of(log_ratios: Sequence[float]) -> Range | None:
-    """The ranks that the next residual lies between with a probability of 90 %; None of too few."""
+    """The ranks that the next residual lies between with a probability of 90 %, and the prediction itself, where most
+    were off to one side; None of too few."""
     n = len(log_ratios)
     if n < FEWEST:
         return None
     ordered = sorted(log_ratios)
     place = math.floor(TAIL * (n + 1)) - 1 if n >= FEWEST_TAILS else 0
-    return Range(math.exp(ordered[place]), math.exp(ordered[n - 1 - place]), n)
+    low, high = ordered[place], ordered[n - 1 - place]
+    return Range(math.exp(min(low, 0.0)), math.exp(max(high, 0.0)), n)
 
 
 def ranges_of(residuals: Iterable[Residual]) -> dict[tuple[str, str], Range]:
-    """The range of every class and family that has enough residuals."""
-    groups: dict[tuple[str, str], list[float]] = {}
+    """The range of every class and family that has residuals enough, of folds enough."""
+    groups: dict[tuple[str, str], list[Residual]] = {}
     for one in residuals:
-        groups.setdefault((one.kind, one.family), []).append(one.log_ratio)
-    found = {key: range_of(values) for key, values in groups.items()}
+        groups.setdefault((one.kind, one.family), []).append(one)
+    known = {key: rows for key, rows in groups.items() if len({row.fold for row in rows}) >= FEWEST_FOLDS}
+    found = {key: range_of([row.log_ratio for row in rows]) for key, rows in known.items()}
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -116,15 +122,25 @@ COLUMNS = {"output_tokens_per_s": "output_tput", "tpot_mean_s": "tpot_mean_ms", 
 
 
 def columns_of(kind: str, beyond: bool, numbers: Mapping[str, object], ranges: Ranges) -> dict[str, object]:
-    """What a predicted row rests on and its ranges. Beyond what was fitted a prediction is as good as a new card's."""
+    """What a predicted row rests on and its ranges. Beyond what was fitted a prediction is no better than a new card's,
+    and its range holds those of all nearer classes."""
+    nearer = [kind]
     if beyond and KINDS.index(kind) < KINDS.index(NEW_CARD):
-        kind = NEW_CARD
+        nearer, kind = list(KINDS[KINDS.index(kind) : KINDS.index(NEW_CARD) + 1]), NEW_CARD
     found: dict[str, object] = {"evidence_class": EVIDENCE[kind], "prediction_class": kind}
     for column, metric in COLUMNS.items():
-        value, known = numbers.get(column), find_range(ranges, kind, metric)
+        known = widest([one for name in nearer if (one := find_range(ranges, name, metric)) is not None])
+        value = numbers.get(column)
         ends = known.around(value) if known and isinstance(value, float) else (None, None)
         found |= dict(zip((f"{column}_low", f"{column}_high"), ends, strict=True))
     return found
+
+
+def widest(ranges: Sequence[Range]) -> Range | None:
+    """What holds all of these; None of none."""
+    if not ranges:
+        return None
+    return Range(min(one.low for one in ranges), max(one.high for one in ranges), sum(one.n for one in ranges))
 
 
 @cache

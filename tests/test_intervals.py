@@ -16,6 +16,7 @@ from kvbench.planner.intervals import (
     FEWEST,
     KINDS,
     NEW_CARD,
+    NEW_MODEL,
     NEW_RATE,
     Nested,
     Residual,
@@ -34,7 +35,7 @@ def test_a_range_holds_nine_of_ten_next_values(n: int) -> None:
     random.seed(n)
     held = 0
     for _ in range(2000):
-        *seen, following = (random.expovariate(1.0) for _ in range(n + 1))
+        *seen, following = (random.gauss(0, 1) for _ in range(n + 1))
         found = range_of(seen)
         assert found is not None and found.n == n
         held += found.low <= math.exp(following) <= found.high
@@ -49,25 +50,36 @@ def test_too_few_residuals_give_no_range() -> None:
 
 def test_a_fold_is_not_held_by_its_own_range() -> None:
     wide = [Residual(NEW_CARD, "tpot", "a", value) for value in (-2.0, 2.0)]
-    near = [Residual(NEW_CARD, "tpot", "b", 0.01 * i) for i in range(12)]
+    near = [Residual(NEW_CARD, "tpot", f"b{i % 3}", 0.01 * i) for i in range(12)]
     nested, whole = Nested([*wide, *near]), ranges_of([*wide, *near])
     held = nested.find(NEW_CARD, "tpot_mean_ms", "a")
     assert held is not None and held.n == 12 and held.high == pytest.approx(math.exp(0.11))
-    assert nested.find(NEW_CARD, "tpot_mean_ms", "b") is None
     assert whole[NEW_CARD, "tpot"].high == pytest.approx(math.exp(2.0))
+
+
+def test_a_range_needs_folds_and_not_rows_alone() -> None:
+    few = [Residual(NEW_CARD, "tpot", f"b{i % 2}", 0.01 * i) for i in range(40)]
+    assert ranges_of(few) == {}
+    assert (NEW_CARD, "tpot") in ranges_of([*few, Residual(NEW_CARD, "tpot", "c", 0.0)])
+
+
+def test_a_range_holds_the_prediction_where_most_were_off_to_one_side() -> None:
+    found = range_of([0.2 + 0.01 * i for i in range(40)])
+    assert found is not None and found.low == 1.0 and found.high > math.exp(0.5)
 
 
 def test_what_goes_beyond_is_held_as_a_new_card() -> None:
     ranges = ranges_of(
-        Residual(kind, "throughput", "", width * (i / 10 - 1))
-        for kind, width in ((NEW_RATE, 0.1), (NEW_CARD, 1.0))
+        Residual(kind, "throughput", f"{i % 3}", width * (i / 10 - 1) + (2.0 if kind == NEW_MODEL else 0.0))
+        for kind, width in ((NEW_RATE, 0.1), (NEW_MODEL, 0.1), (NEW_CARD, 1.0))
         for i in range(21)
     )
     near = columns_of(NEW_RATE, False, {"output_tokens_per_s": 100.0}, ranges)
     far = columns_of(NEW_RATE, True, {"output_tokens_per_s": 100.0}, ranges)
     assert (near["evidence_class"], far["evidence_class"]) == ("interpolated", "transferred")
     assert near["output_tokens_per_s_low"] == pytest.approx(100 * math.exp(-0.1))
-    assert far["output_tokens_per_s_high"] == pytest.approx(100 * math.exp(1.0))
+    assert far["output_tokens_per_s_low"] == pytest.approx(100 * math.exp(-1.0))
+    assert far["output_tokens_per_s_high"] == pytest.approx(100 * math.exp(2.1)), "that of a nearer class is wider"
     assert near["ttft_mean_s_low"] is near["tpot_mean_s_high"] is None
     assert set(EVIDENCE) == set(KINDS)
 
